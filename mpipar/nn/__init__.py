@@ -1,0 +1,1 @@
+"""Layers, parameters, and the description of where a parameter's block lies."""

@@ -1,0 +1,38 @@
+"""Initial values that do not depend on the layout: a shard draws what the whole would have there.
+
+Every element is a function of (seed, global name, global element index) alone, so a weight over
+4 ranks is bit for bit the same as on one.  Numbers are made in float64 and rounded once.
+"""
+
+import numpy as np
+
+from mpipar import rng
+from mpipar.arrays import dtype as as_dtype
+from mpipar.nn.spec import Spec
+
+BLOCK = 1 << 16  # elements drawn at a time: the float64 temporaries stay in cache
+
+
+def draw(
+    spec: Spec,
+    seed: int,
+    std: float | None = None,
+    bound: float | None = None,
+    dtype: object = "float32",
+) -> np.ndarray:
+    """Return the local block of a random array: a new array of spec.local_shape.
+
+    spec: of an array with at least one dimension.  std: normal numbers with mean 0 and this
+    standard deviation; bound: uniform numbers in [-bound, bound).  Exactly one of them is given.
+    """
+    assert (std is None) != (bound is None), "either std or bound"
+    key = rng.key(seed, spec.name)
+    out = np.empty(spec.local_shape, as_dtype(dtype))
+    step = max(1, BLOCK * len(out) // max(out.size, 1))
+    for start in range(0, len(out), step):
+        rows = slice(start, start + step)
+        if std is not None:
+            out[rows] = rng.normal(key, spec.global_index(rows)) * std
+        elif bound is not None:
+            out[rows] = (rng.uniform(key, spec.global_index(rows)) * 2.0 - 1.0) * bound
+    return out
