@@ -23,7 +23,7 @@ Two-rank all_reduce, both chunks exchanged and added:
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mpipar.errors import ScheduleError, explain
@@ -69,12 +69,37 @@ COLLECTIVES = (
 
 
 @dataclass(frozen=True)
+class Symmetry:
+    """Classes of ranks that behave alike in time, so that one of each stands for all of its class.
+
+    `classes` lists (representative, how many ranks it stands for).  `view(rank, peer)` returns
+    (representative, peer'): where `rank` deals with `peer`, its representative deals with `peer'`.
+    So a message from `rank` to `peer` takes the same time as the representative's to `peer'`.
+
+    `exact` says that every class is an orbit of a group that maps the schedule onto itself (a
+    rotation, an exclusive or).  Otherwise the members of a class are alike in time only, and one
+    representative's message may stand for several that others receive.
+
+    Example: the ring on p ranks has one class, `view(rank, peer) = (0, (peer - rank) % p)`.
+    """
+
+    classes: tuple[tuple[int, int], ...]
+    view: Callable[[int, int], tuple[int, int]]
+    exact: bool = True
+
+
+# Given the ranks of each node, the classes of a schedule, or None where it has none for the layout.
+Declare = Callable[[tuple[int, ...]], Symmetry | None]
+
+
+@dataclass(frozen=True)
 class CommSchedule:
     """An algorithm for one collective on `ranks` ranks, as data.
 
     `chunks` is the number of chunk ids in all.  `make(rank)` returns that rank's rounds, lazily.
     `root` is the root of broadcast, reduce, gather and scatter (0 elsewhere), `offset` the distance
     of a shift.  `parts` counts the segments that `segment` cut every original chunk into.
+    `symmetry` declares for `simulate` which ranks behave alike, given the ranks of each node.
 
     Blocks are what the collective's meaning is stated in; chunk ids map to them by
     `block = chunk // parts`:
@@ -102,6 +127,7 @@ class CommSchedule:
     offset: int = 1
     parts: int = 1
     reduced: bool = False  # values are added on the way (all_reduce, reduce_scatter, reduce)
+    symmetry: Declare | None = field(default=None, compare=False)
 
     def rounds(self, rank: int) -> Iterator[Round]:
         """Yield the rounds of `rank`; a rank with nothing to do in a round may leave it out."""
@@ -132,9 +158,11 @@ class CommSchedule:
     def _expand(self, blocks: range | list[int]) -> list[int]:
         return [block * self.parts + part for block in blocks for part in range(self.parts)]
 
-    def with_rounds(self, make: Callable[[int], Iterator[Round]], **changes: object) -> "CommSchedule":
-        """Return a copy with other rounds (and other fields, if given)."""
-        return replace(self, make=make, **changes)  # type: ignore[arg-type]
+    def with_rounds(
+        self, make: Callable[[int], Iterator[Round]], **changes: object
+    ) -> "CommSchedule":
+        """Return a copy with other rounds (and other fields, if given), without `symmetry`."""
+        return replace(self, **{"make": make, "symmetry": None, **changes})  # type: ignore[arg-type]
 
 
 def _held(schedule: CommSchedule, rank: int, before: bool) -> range | list[int]:
@@ -159,5 +187,10 @@ def _held(schedule: CommSchedule, rank: int, before: bool) -> range | list[int]:
         case ("shift", False):
             return [(rank - schedule.offset) % p]
     raise ScheduleError(
-        explain("collective", schedule.collective, f"it is one of {', '.join(COLLECTIVES)}", "Choose one")
+        explain(
+            "collective",
+            schedule.collective,
+            f"it is one of {', '.join(COLLECTIVES)}",
+            "Choose one",
+        )
     )
