@@ -104,18 +104,18 @@ class CommSchedule:
     Blocks are what the collective's meaning is stated in; chunk ids map to them by
     `block = chunk // parts`:
 
-    | collective     | blocks                                  | r starts with | and ends with  |
-    |----------------|-----------------------------------------|---------------|----------------|
-    | all_reduce     | `blocks` equal cuts of the vector       | all           | all, reduced   |
-    | reduce_scatter | block i is what rank i ends with        | all           | r, reduced     |
-    | all_gather     | block i is what rank i brings           | r             | all            |
-    | all_to_all     | block i*p + j goes from rank i to rank j| r*p + j       | i*p + r        |
-    | broadcast      | cuts of the vector                      | all, on the root| all            |
-    | reduce         | cuts of the vector                      | all           | all, on root   |
-    | gather         | block i is what rank i brings           | r             | all, on root   |
-    | scatter        | block i is what rank i ends with        | all, on root  | r              |
-    | barrier        | block i: "rank i has arrived" (no bytes)| r             | all            |
-    | shift          | block i is what rank i brings           | r             | (r-offset) % p |
+    | collective     | blocks                               | r starts with    | ends with      |
+    |----------------|--------------------------------------|------------------|----------------|
+    | all_reduce     | `blocks` equal cuts of the vector    | all              | all, reduced   |
+    | reduce_scatter | block i is what rank i ends with     | all              | r, reduced     |
+    | all_gather     | block i is what rank i brings        | r                | all            |
+    | all_to_all     | block i*p + j goes from i to j       | r*p + j          | i*p + r        |
+    | broadcast      | cuts of the vector                   | all, on the root | all            |
+    | reduce         | cuts of the vector                   | all              | all, on root   |
+    | gather         | block i is what rank i brings        | r                | all, on root   |
+    | scatter        | block i is what rank i ends with     | all, on root     | r              |
+    | barrier        | block i: "i has arrived" (no bytes)  | r                | all            |
+    | shift          | block i is what rank i brings        | r                | (r-offset) % p |
     """
 
     collective: str
