@@ -1,0 +1,14 @@
+"""The whole suite: `mpiexec -n 4 pytest` runs it on four ranks, `pytest` on one.
+
+    tests/unit   one process          tests/mpi   any number of ranks, all at once
+    tests/repo   the repository itself: layers, packaging, the README
+"""
+
+import hypothesis
+
+from tests.ranks.plugin import pytest_addoption, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_configure"]
+
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
