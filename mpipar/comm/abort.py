@@ -1,0 +1,53 @@
+"""A rank that fails ends the job, within seconds and by name.
+
+When a rank dies of an exception while others wait for its message, MPI does not notice.  The first
+Communicator therefore chains `sys.excepthook` and `threading.excepthook`: the traceback is printed
+as usual, then one line that names the rank and its host, then MPI_Abort ends all ranks with exit
+code 1.  MPIPAR_ABORT=0 opts out.
+"""
+
+import os
+import platform
+import sys
+import threading
+from types import TracebackType
+
+from mpi4py import MPI
+
+_installed = False
+
+
+def install() -> None:
+    """Chain the hooks, once for the process; nothing to do with one rank or MPIPAR_ABORT=0."""
+    global _installed
+    if _installed or MPI.COMM_WORLD.size == 1 or os.environ.get("MPIPAR_ABORT", "1") == "0":
+        return
+    _installed = True
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        _abort(kind, error)
+
+    def thread_hook(arguments: threading.ExceptHookArgs) -> None:
+        previous_thread(arguments)
+        if arguments.exc_type is not SystemExit:
+            _abort(arguments.exc_type, arguments.exc_value)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+
+
+def _abort(kind: type[BaseException], error: BaseException | None) -> None:
+    if MPI.Is_finalized():
+        return
+    rank = MPI.COMM_WORLD.rank
+    print(
+        f"mpipar: rank {rank} on {platform.node()} failed and ends the job: "
+        f"{kind.__name__}: {error}",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,129 @@
+"""What MPI may be given: contiguous host memory, as bytes, in pieces that fit its counts.
+
+Point-to-point messages travel as bytes, whatever the dtype (the additions are ours).  Only the
+library's own reductions need an MPI datatype; 16-bit floats have none there, on purpose: MPI
+libraries add them in 16 bits, and four times 30000 becomes infinite.
+
+MPI-3 counts are 32-bit.  `LIMIT` bytes is the largest single message; longer ones are cut in
+pieces, alike at both ends (tests lower it).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar.arrays import Array, is_sixteen_bit, module
+from mpipar.errors import BufferMismatchError, DtypeMismatchError, explain
+
+LIMIT = 2**31 - 2**16
+
+_LIBRARY_TYPES = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "int8": MPI.INT8_T,
+    "uint8": MPI.UINT8_T,
+    "int16": MPI.INT16_T,
+    "uint16": MPI.UINT16_T,
+    "int32": MPI.INT32_T,
+    "uint32": MPI.UINT32_T,
+    "int64": MPI.INT64_T,
+    "uint64": MPI.UINT64_T,
+    "complex64": MPI.COMPLEX,
+    "complex128": MPI.DOUBLE_COMPLEX,
+    "bool": MPI.C_BOOL,
+}
+
+
+def as_array(x: Any, parameter: str = "x") -> np.ndarray:
+    """Return `x` as a NumPy array of a numeric dtype.
+
+    Raises DtypeMismatchError for objects, strings and structured dtypes.
+    """
+    array = x if type(x) is np.ndarray else np.asarray(x)
+    if array.dtype.kind not in "biufcV" or array.dtype.hasobject or array.dtype.names is not None:
+        raise DtypeMismatchError(
+            explain(f"{parameter}.dtype", str(array.dtype), "arrays hold numbers", "Convert it")
+        )
+    if array.dtype.kind == "V" and not is_sixteen_bit(array.dtype):
+        raise DtypeMismatchError(
+            explain(f"{parameter}.dtype", str(array.dtype), "the type is not known", "Convert it")
+        )
+    return array
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    """Return `x` as one dimension in row-major order; a copy only if it is not contiguous."""
+    return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+
+
+def result_array(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype, parameter: str = "out"
+) -> np.ndarray:
+    """Return `out` after checking that a result of this shape and dtype fits, or a new array.
+
+    Raises BufferMismatchError if the shape differs or `out` is not contiguous and writable, and
+    DtypeMismatchError if the dtype differs.  Nothing is written before the check.
+    """
+    if out is None:
+        return np.empty(shape, dtype)
+    if not isinstance(out, np.ndarray):
+        raise DtypeMismatchError(
+            explain(parameter, type(out).__name__, "it is an array", "Pass an array, or None")
+        )
+    if out.shape != shape:
+        raise BufferMismatchError(
+            explain(f"{parameter}.shape", out.shape, f"the result has {shape}", "Pass that shape")
+        )
+    if out.dtype != dtype:
+        raise DtypeMismatchError(
+            explain(f"{parameter}.dtype", str(out.dtype), f"the result has {dtype}", "Pass that")
+        )
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise BufferMismatchError(
+            explain(
+                parameter,
+                f"strides {out.strides}, writeable {out.flags.writeable}",
+                "a receive buffer is contiguous and writable",
+                "Pass such an array, or out=None and copy the result",
+            )
+        )
+    return out
+
+
+def library_type(dtype: np.dtype) -> MPI.Datatype:
+    """Return the MPI datatype with which the library itself can add `dtype`.
+
+    Raises DtypeMismatchError for 16-bit floats and for types that MPI does not have.
+    """
+    try:
+        return _LIBRARY_TYPES[dtype.name]
+    except KeyError:
+        raise DtypeMismatchError(
+            explain(
+                "dtype",
+                dtype.name,
+                'algorithm="mpi" cannot add it without losing accuracy',
+                'Use algorithm="auto" or "direct"',
+            )
+        ) from None
+
+
+def pieces(data: np.ndarray) -> Iterator[list]:
+    """Yield the buffer triples for a run of bytes (a uint8 array), none longer than LIMIT."""
+    for start in range(0, data.size, LIMIT):
+        part = data[start : start + LIMIT]
+        yield [part, part.size, MPI.BYTE]
+    if not data.size:
+        yield [data, 0, MPI.BYTE]
+
+
+def to_host(x: Array) -> np.ndarray:
+    """Copy a device array to host memory; waits for the stream that writes it."""
+    return module("cuda").asnumpy(x)
+
+
+def to_device(x: np.ndarray) -> Array:
+    """Copy a host array to the current device."""
+    return module("cuda").asarray(x)

@@ -1,0 +1,174 @@
+"""The flight recorder and the watchdog of one communicator.
+
+The recorder keeps the last 64 collectives of this rank.  A wait that takes longer than a second
+asks the watchdog, which tells every other rank of the group what this one is doing and reads what
+they told.  From that it finds, within seconds and without a deadlock:
+
+    two ranks under one sequence number in different collectives, shapes, dtypes or operations
+    a ring of blocking sends
+
+and, after the communicator's time limit, it gives up with a report of who waits for whom.
+"""
+
+import json
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar.errors import CollectiveTimeoutError, MismatchError
+
+KEEP = 64
+TAG = 0  # of the watchdogs' messages
+EVERYONE = 64  # groups up to this size tell all; larger ones tell the neighbours in the ring
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective or message of this rank."""
+
+    sequence: int
+    what: str
+    handle: object = None  # Execution, LibraryCall or None: where it stands
+    sends_to: int = -1  # the peer of a blocking send
+
+    def text(self) -> str:
+        """Return one line: number, call, and where it stands."""
+        return f"#{self.sequence} {self.what} ({getattr(self.handle, 'place', 'started')})"
+
+
+class Flight:
+    """Recorder and watchdog; `look` is what a long wait calls."""
+
+    def __init__(self, comm: MPI.Comm, name: str, timeout: float) -> None:
+        self._comm, self._name, self._timeout = comm, name, timeout
+        self.records: deque[Record] = deque(maxlen=KEEP)
+        self._told: str | None = None
+        self._heard: dict[int, dict] = {}
+        self._sends: list[MPI.Request] = []
+
+    def note(self, record: Record) -> Record:
+        """Remember a collective."""
+        self.records.append(record)
+        return record
+
+    def __str__(self) -> str:
+        last = self.records[-1].what if self.records else "no collective yet"
+        return f"communicator {self._name!r}, {last}"
+
+    def look(self, waited: float) -> None:
+        """Find out why a wait takes long.
+
+        Raises MismatchError when the ranks do not agree, CollectiveTimeoutError after the limit.
+        """
+        if not self.records:
+            return
+        record = self.records[-1]
+        self._tell(record)
+        self._hear()
+        self._compare(record)
+        self._find_ring(record)
+        if waited > self._timeout:
+            self.report()
+            raise CollectiveTimeoutError(
+                f"rank {self._comm.rank} of communicator {self._name!r} waited {waited:.1f} s "
+                f"(timeout={self._timeout:g} s) in {record.text()}. {self._others(record)}"
+            )
+
+    def report(self) -> None:
+        """Write the last collectives of this rank to MPIPAR_REPORT_DIR, or else to stderr."""
+        rank = MPI.COMM_WORLD.rank
+        lines = [f"rank {rank}, communicator {self._name!r}: the last {len(self.records)} calls"]
+        lines += ["  " + record.text() for record in self.records]
+        directory = os.environ.get("MPIPAR_REPORT_DIR")
+        if directory:
+            path = Path(directory) / f"mpipar-rank{rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n")
+        else:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Read what other watchdogs sent, so that no message is left over."""
+        self._hear()
+        MPI.Request.Testall(self._sends)
+
+    def _peers(self) -> list[int]:
+        rank, size = self._comm.rank, self._comm.size
+        if size <= EVERYONE:
+            return [peer for peer in range(size) if peer != rank]
+        return [(rank - 1) % size, (rank + 1) % size]
+
+    def _tell(self, record: Record) -> None:
+        text = json.dumps(
+            {"sequence": record.sequence, "what": record.what, "sends_to": record.sends_to}
+        )
+        if text == self._told:
+            return
+        self._told = text
+        data = np.frombuffer(text.encode(), np.uint8)
+        for peer in self._peers():
+            self._sends.append(self._comm.Isend([data, data.size, MPI.BYTE], peer, TAG))
+
+    def _hear(self) -> None:
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
+            data = np.empty(status.count, np.uint8)
+            self._comm.Recv([data, data.size, MPI.BYTE], status.source, TAG)
+            self._heard[status.source] = json.loads(data.tobytes())
+
+    def _compare(self, record: Record) -> None:
+        mine = {r.sequence: r.what for r in self.records if r.sends_to < 0}
+        wrong = {
+            peer: heard["what"]
+            for peer, heard in self._heard.items()
+            if heard["sends_to"] < 0 and mine.get(heard["sequence"], heard["what"]) != heard["what"]
+        }
+        if not wrong:
+            return
+        number = self._heard[next(iter(wrong))]["sequence"]
+        called = {**wrong, self._comm.rank: mine[number]}
+        raise MismatchError(
+            f"the ranks of communicator {self._name!r} do not agree on collective #{number}: "
+            + describe_groups(called)
+            + ". Every rank of a group calls the same collectives in the same order with matching "
+            "arguments; check=True finds this at once"
+        )
+
+    def _find_ring(self, record: Record) -> None:
+        chain, peer = [self._comm.rank], record.sends_to
+        while peer >= 0 and peer not in chain:
+            chain.append(peer)
+            heard = self._heard.get(peer)
+            if heard is None or heard["sequence"] < 0:
+                return
+            peer = heard["sends_to"]
+        if peer == self._comm.rank:
+            path = " -> ".join(map(str, [*chain, peer]))
+            raise MismatchError(
+                f"a ring of blocking sends on communicator {self._name!r}: {path}; each rank waits "
+                "for the next to receive. Use shift(x), or send(..., async_op=True)"
+            )
+
+    def _others(self, record: Record) -> str:
+        known = [f"rank {p} waits in #{h['sequence']} {h['what']}" for p, h in self._heard.items()]
+        silent = [p for p in self._peers() if p not in self._heard]
+        if silent:
+            known.append(f"ranks {silent} are not waiting on this communicator")
+        return "; ".join(known)
+
+
+def describe_groups(called: dict[int, str]) -> str:
+    """Return "ranks 0, 1: A; rank 2: B" from a text for each rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(called):
+        ranks.setdefault(called[rank], []).append(rank)
+    parts = []
+    for what, members in ranks.items():
+        who = "rank" if len(members) == 1 else "ranks"
+        parts.append(f"{who} {', '.join(map(str, members))}: {what}")
+    return "; ".join(parts)

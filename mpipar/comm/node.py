@@ -1,0 +1,94 @@
+"""Who shares a node with whom, and how many cores and BLAS threads a rank gets.
+
+The ranks of a node are found by comparing a hash of the host's name and boot id, which one small
+all-gather carries.  MPIPAR_FAKE_NODES="0,0,1,1" (a node number for each world rank) lets tests
+and simulations pretend another layout.
+"""
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The node layout of a group.
+
+    `node_of[r]` numbers the nodes by their first rank; `sizes` counts ranks by node if every node's
+    ranks are consecutive, else it is None; `local_rank` and `local_size` are this rank's.
+    """
+
+    node_of: tuple[int, ...]
+    sizes: tuple[int, ...] | None
+    local_rank: int
+    local_size: int
+
+    @property
+    def count(self) -> int:
+        """The number of nodes."""
+        return max(self.node_of) + 1
+
+
+def arrange(keys: list[int], rank: int) -> Nodes:
+    """Build the layout from one host key for each rank."""
+    numbers: dict[int, int] = {}
+    node_of = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+    consecutive = list(node_of) == sorted(node_of)
+    sizes = tuple(node_of.count(n) for n in range(len(numbers))) if consecutive else None
+    mine = node_of[rank]
+    return Nodes(node_of, sizes, node_of[:rank].count(mine), node_of.count(mine))
+
+
+def discover(comm: MPI.Comm) -> Nodes:
+    """Find the node layout of `comm`; collective."""
+    fake = os.environ.get("MPIPAR_FAKE_NODES")
+    key = int(fake.split(",")[MPI.COMM_WORLD.rank]) if fake else _host_key()
+    keys = np.empty(comm.size, np.int64)
+    comm.Allgather([np.array([key], np.int64), 1, MPI.INT64_T], [keys, 1, MPI.INT64_T])
+    return arrange(keys.tolist(), comm.rank)
+
+
+def _host_key() -> int:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    text = platform.node() + (boot.read_text() if boot.exists() else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def cores() -> int:
+    """Return the number of cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def local_ranks(nodes: Nodes) -> int:
+    """Return how many ranks of the job share this node: the launcher's word, else the group's."""
+    for variable in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"):
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
+    return nodes.local_size
+
+
+_threads: int | None = None
+
+
+def set_blas_threads(nodes: Nodes) -> int:
+    """Give each rank its share of the node's cores for BLAS, once for the process.
+
+    A rank bound to its own cores uses those.  MPIPAR_BLAS_THREADS overrides; returns the number.
+    """
+    global _threads
+    if _threads is None:
+        import threadpoolctl
+
+        wanted = os.environ.get("MPIPAR_BLAS_THREADS", "")
+        available = os.cpu_count() or 1
+        share = cores() if cores() < available else cores() // local_ranks(nodes)
+        _threads = int(wanted) if wanted.isdigit() else max(1, share)
+        threadpoolctl.threadpool_limits(_threads, user_api="blas")
+    return _threads

@@ -1,0 +1,309 @@
+"""Executes compiled schedules: the only place that posts Isend and Irecv.
+
+`Execution` runs any plan on the caller's arrays, as a handle that is advanced by `test`.
+`Persistent` runs a plan for small messages on buffers of its own, with requests that are made once
+(MPI's persistent requests): starting one costs a third of posting one.
+
+Messages are matched by tag and by MPI's non-overtaking rule; the tag comes from the communicator's
+sequence number, so that two handles in flight never mix.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar.comm import buffers, waiting
+from mpipar.comm.plan import KEEP, SPACES, Fold, Message, Plan, Step
+from mpipar.errors import BufferMismatchError
+
+# Tests set this to force every send to wait for its receive (MPI_Issend).
+synchronous_sends = os.environ.get("MPIPAR_SYNCHRONOUS_SENDS", "0") == "1"
+
+FoldFunction = Callable[[Sequence[np.ndarray], np.ndarray, int], None]
+
+
+class ScratchPool:
+    """Keeps the scratch memory of finished executions for the next one of the same group."""
+
+    def __init__(self, keep: int = 4) -> None:
+        self._free: list[np.ndarray] = []
+        self._keep = keep
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return at least `nbytes` bytes of uint8, 64-byte aligned pages as the allocator gives."""
+        fits = [i for i, buffer in enumerate(self._free) if buffer.size >= nbytes]
+        if fits:
+            return self._free.pop(min(fits, key=lambda i: self._free[i].size))
+        return np.empty(nbytes, np.uint8)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Take a buffer back; the smallest are let go."""
+        self._free.append(buffer)
+        if len(self._free) > self._keep:
+            self._free.sort(key=lambda b: b.size)
+            self._free.pop(0)
+
+
+class Execution:
+    """One collective in flight: a plan on real arrays.
+
+    `test()` advances it and says whether it is done; `wait()` returns the result.  `finish` turns
+    the output into that result and runs once.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        plan: Plan,
+        source: np.ndarray,
+        output: np.ndarray,
+        tag: int,
+        fold: FoldFunction,
+        divisor: int,
+        pool: ScratchPool,
+        watchdog: waiting.Watchdog,
+        finish: Callable[[], Any],
+    ) -> None:
+        self._comm, self._plan, self._tag, self._fold = comm, plan, tag, fold
+        self._divisor = divisor
+        self._divisor_in_folds = divisor if plan.divides else 1
+        self._pool, self._watchdog, self._finish = pool, watchdog, finish
+        itemsize = output.dtype.itemsize
+        self._itemsize = itemsize
+        self._held = [pool.take(n * itemsize) for n in plan.sizes[KEEP:]]
+        scratch = [
+            held[: n * itemsize].view(output.dtype)
+            for held, n in zip(self._held, plan.sizes[KEEP:], strict=True)
+        ]
+        self._spaces = [source, output, *scratch]
+        self._bytes = [space.view(np.uint8) for space in self._spaces]
+        self._requests: list[MPI.Request] = []
+        self._statuses: list[MPI.Status] = []  # filled and lengthened by Testall
+        self._expected: list[tuple[int, int]] = []  # (peer, bytes) of the receives, first
+        self._number = 0
+        self._result: Any = None
+        self.done = False
+        self._start()
+
+    # -- the handle ------------------------------------------------------------------------------
+
+    def test(self) -> bool:
+        """Advance as far as possible without waiting; say whether the result is there."""
+        while not self.done:
+            if self._requests and not self._arrived():
+                return False
+            self._next()
+        return True
+
+    def wait(self) -> Any:
+        """Wait for the result and return it.  Raises what went wrong with the messages."""
+        if not self.done and not self.test():
+            waiting.wait(self.test, self._watchdog)
+        return self._result
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for the watchdog: the round and the peers it waits for."""
+        if self.done:
+            return "done"
+        step = self._plan.steps[self._number]
+        froms = sorted({m.peer for m in step.early_receives + step.late_receives})
+        tos = sorted({m.peer for m in step.early_sends + step.late_sends})
+        return f"round {self._number} of {len(self._plan.steps)}, receiving from {froms}, sending to {tos}"
+
+    # -- how it goes on --------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        steps = self._plan.steps
+        if steps:
+            self._post_early(steps[0])
+            self._post_late(steps[0])
+        self._run_folds(self._plan.copies, 1)
+        if not steps:
+            self._end()
+        elif not self.test():
+            waiting.enter(self.test)
+
+    def _next(self) -> None:
+        """The step's messages are there: post the next one's around this one's additions."""
+        steps, number = self._plan.steps, self._number
+        if number + 1 < len(steps):
+            self._post_early(steps[number + 1])
+            self._run_folds(steps[number].folds, self._divisor_in_folds)
+            self._post_late(steps[number + 1])
+            self._number = number + 1
+        else:
+            self._run_folds(steps[number].folds, self._divisor_in_folds)
+            self._end()
+
+    def _end(self) -> None:
+        if self._divisor != self._divisor_in_folds:
+            output = self._spaces[1]
+            np.divide(output, self._divisor, out=output)
+        self._result = self._finish()
+        self.done = True
+        for buffer in self._held:
+            self._pool.give_back(buffer)
+        waiting.leave(self.test)
+        self._spaces, self._bytes, self._held = [], [], []
+
+    def _run_folds(self, folds: list[Fold], divisor: int) -> None:
+        spaces = self._spaces
+        for out, operands in folds:
+            self._fold(
+                [spaces[space][start:stop] for space, start, stop in operands],
+                spaces[out.space][out.start : out.stop],
+                divisor if len(operands) > 1 else 1,
+            )
+
+    def _post_early(self, step: Step) -> None:
+        for message in step.early_receives:
+            self._receive(message)
+        for message in step.early_sends:
+            self._send(message)
+
+    def _post_late(self, step: Step) -> None:
+        for message in step.late_receives:
+            self._receive(message)
+        self._run_folds(step.packs, 1)
+        for message in step.late_sends:
+            self._send(message)
+
+    def _message(self, message: Message) -> np.ndarray:
+        peer, (space, start, stop) = message
+        return self._bytes[space][start * self._itemsize : stop * self._itemsize]
+
+    def _receive(self, message: Message) -> None:
+        for triple in buffers.pieces(self._message(message)):
+            self._requests.append(self._comm.Irecv(triple, message.peer, self._tag))
+            self._expected.append((message.peer, triple[1]))
+
+    def _send(self, message: Message) -> None:
+        send = self._comm.Issend if synchronous_sends else self._comm.Isend
+        for triple in buffers.pieces(self._message(message)):
+            self._requests.append(send(triple, message.peer, self._tag))
+            self._expected.append((message.peer, -1))
+
+    def _arrived(self) -> bool:
+        """Test all requests of the step; check what was received."""
+        try:
+            if not MPI.Request.Testall(self._requests, self._statuses):
+                return False
+        except MPI.Exception as error:
+            raise BufferMismatchError(
+                f"a message did not fit in {self._watchdog} ({self.place}): {error}"
+            ) from error
+        for status, (peer, expected) in zip(self._statuses, self._expected, strict=False):
+            if expected >= 0 and status.count != expected:
+                raise BufferMismatchError(
+                    f"rank {peer} sent {status.count} bytes where {expected} were expected, "
+                    f"in {self._watchdog} ({self.place})"
+                )
+        self._requests.clear()
+        self._expected.clear()
+        return True
+
+
+class Persistent:
+    """A plan on its own small buffers, with persistent requests; blocking, used again and again."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        plan: Plan,
+        dtype: np.dtype,
+        tag: int,
+        fold: FoldFunction,
+        divisor: int,
+        watchdog: waiting.Watchdog,
+    ) -> None:
+        self._spaces = [np.zeros(plan.sizes[space], dtype) for space in range(SPACES)]
+        self._watchdog, self._divisor = watchdog, divisor
+        self._divides_at_end = divisor != 1 and not plan.divides
+        self.input, self.output = self._spaces[0], self._spaces[1]
+        self._requests: list[MPI.Prequest] = []
+        in_folds = divisor if plan.divides else 1
+        self._copies = [self._bind(f, fold, 1) for f in plan.copies]
+        self._steps = []
+        send = comm.Ssend_init if synchronous_sends else comm.Send_init
+        for step in plan.steps:
+            before = [self._bind(f, fold, 1) for f in step.packs]
+            receives = [
+                comm.Recv_init(self._triple(m), m.peer, tag)
+                for m in step.early_receives + step.late_receives
+            ]
+            sends = [
+                send(self._triple(m), m.peer, tag) for m in step.early_sends + step.late_sends
+            ]
+            requests = receives + sends
+            self._requests += requests
+            after = [self._bind(f, fold, in_folds if len(f.operands) > 1 else 1) for f in step.folds]
+            starts = tuple(request.Start for request in requests)
+            tests = tuple(request.Test for request in requests)
+            self._steps.append((tuple(before), starts, tests, tuple(after)))
+
+    def run(self) -> None:
+        """Take `input` through the schedule to `output`, waiting for the messages."""
+        for call, arguments in self._copies:
+            call(*arguments)
+        for before, starts, tests, after in self._steps:
+            for call, arguments in before:
+                call(*arguments)
+            for start in starts:
+                start()
+            for test in tests:
+                if not test():
+                    waiting.wait(test, self._watchdog)
+            for call, arguments in after:
+                call(*arguments)
+        if self._divides_at_end:
+            np.divide(self.output, self._divisor, out=self.output)
+
+    def free(self) -> None:
+        """Free the requests."""
+        for request in self._requests:
+            request.Free()
+        self._requests, self._steps = [], []
+
+    def _array(self, place: tuple[int, int, int]) -> np.ndarray:
+        space, start, stop = place
+        return self._spaces[space][start:stop]
+
+    def _triple(self, message: Message) -> list:
+        data = self._array(message.place).view(np.uint8)
+        return [data, data.size, MPI.BYTE]
+
+    def _bind(self, f: Fold, fold: FoldFunction, divisor: int) -> tuple[Callable, tuple]:
+        out, operands = self._array(f.out), [self._array(place) for place in f.operands]
+        combine = getattr(fold, "combine", None)
+        if combine is not None and len(operands) == 2 and divisor == 1:
+            return combine, (operands[0], operands[1], out)
+        return fold, (operands, out, divisor)
+
+
+class LibraryCall:
+    """A non-blocking collective of the MPI library, as a handle like `Execution`."""
+
+    def __init__(
+        self, request: MPI.Request, watchdog: waiting.Watchdog, finish: Callable[[], Any]
+    ) -> None:
+        self._request, self._watchdog, self._finish = request, watchdog, finish
+        self._result: Any = None
+        self.done = False
+        self.place = "inside the MPI library"
+
+    def test(self) -> bool:
+        """Say whether the library has finished."""
+        if not self.done and self._request.Test():
+            self._result = self._finish()
+            self.done = True
+        return self.done
+
+    def wait(self) -> Any:
+        """Wait for the result and return it."""
+        if not self.test():
+            waiting.wait(self.test, self._watchdog)
+        return self._result

@@ -1,0 +1,72 @@
+"""How a rank waits: it spins briefly, then gives the core away, then sleeps; never for ever.
+
+A wait polls `test`.  While it polls, every other operation in flight in this process advances too,
+so that two handles may be waited for in opposite orders on two ranks.  Three spinning ranks halve
+the speed of a working one on two cores, so a node with more ranks than cores hardly spins.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+SPINS = 2000  # polls before the first pause; about half a millisecond
+OVERSUBSCRIBED_SPINS = 50
+YIELD_SECONDS = 0.005  # then pauses are sleeps
+SHORTEST_SLEEP, LONGEST_SLEEP = 50e-6, 1e-3  # in between, 2 % of the time waited so far
+STUCK_SECONDS = 1.0  # then the watchdog looks for the cause, this often
+
+
+class Watchdog(Protocol):
+    """What a wait asks when it takes long."""
+
+    def look(self, waited: float) -> None:
+        """Raise if the cause is known, or if the time limit is over."""
+
+
+_spins = SPINS
+_in_flight: list[Callable[[], bool]] = []
+
+
+def set_oversubscribed(oversubscribed: bool) -> None:
+    """Say whether this node has more ranks than cores."""
+    global _spins
+    _spins = OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
+
+
+def enter(test: Callable[[], bool]) -> None:
+    """Let waits and `progress` advance this operation from now on."""
+    _in_flight.append(test)
+
+
+def leave(test: Callable[[], bool]) -> None:
+    """Stop advancing this operation."""
+    if test in _in_flight:
+        _in_flight.remove(test)
+
+
+def progress() -> None:
+    """Advance every operation in flight in this process; the pump of the autograd tape."""
+    for test in tuple(_in_flight):
+        test()
+
+
+def wait(test: Callable[[], object], watchdog: Watchdog) -> None:
+    """Return when `test()` is true."""
+    for _ in range(_spins):
+        if test():
+            return
+        if _in_flight:
+            progress()
+    start = time.perf_counter()
+    look_at = start + STUCK_SECONDS
+    while not test():
+        progress()
+        now = time.perf_counter()
+        if now - start < YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(max(0.02 * (now - start), SHORTEST_SLEEP), LONGEST_SLEEP))
+        if now >= look_at:
+            watchdog.look(now - start)
+            look_at = now + STUCK_SECONDS / 4
