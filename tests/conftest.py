@@ -1,7 +1,8 @@
 """The whole suite: `mpiexec -n 4 pytest` runs it on four ranks, `pytest` on one.
 
-    tests/unit   one process          tests/mpi   any number of ranks, all at once
-    tests/repo   the repository itself: layers, packaging, the README
+- tests/unit: one process
+- tests/mpi: any number of ranks, all at once
+- tests/repo: the repository itself: layers, packaging, the README
 """
 
 import hypothesis

@@ -2,6 +2,8 @@
 
     result = launch(2, ["-m", "mpipar.cli.main", "train", "--steps", "2"], timeout=60)
     assert result.returncode == 0, result.stderr
+
+A test whose module imports `launch` runs on one rank of the suite only, apart from the other ones.
 """
 
 import contextlib

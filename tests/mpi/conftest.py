@@ -32,11 +32,11 @@ def raw(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterator[MPI.In
         world   0 1 2 3        half   0 . 1 .   and   . 0 . 1
     """
     if request.param == "self":
-        made = MPI.COMM_SELF.Dup()
+        made: MPI.Intracomm = MPI.COMM_SELF.Dup()
     elif request.param == "world":
         made = world.Dup()
     else:
-        made = world.Split(color=world.rank % 2, key=world.rank)
+        made = MPI.Intracomm(world.Split(color=world.rank % 2, key=world.rank))
     yield made
     if not request.node.stash.get(failed_here, False):  # messages may be left in a failed one
         made.Free()

@@ -5,12 +5,12 @@
     rank 2   unit 2  .       .  |  mpi a  agree  mpi b  agree  ...  |  (quiet)
     rank 3   launch 0  launch 1 |  mpi a  agree  mpi b  agree  ...  |  (quiet)
 
-- A test with the mark `mpi` runs on every rank at once. Afterwards the ranks trade their outcomes: if
-  it failed on any, it failed on all, and the report shows the error of each failing rank.
+- A test with the mark `mpi` runs on every rank at once. Afterwards the ranks trade their outcomes:
+  if it failed on any, it failed on all, and the report shows the error of each failing rank.
 - Every other test runs on one rank only; those that start an `mpiexec` themselves run one after
   another on the last rank. Rank 0 reports them all, and every rank's exit code knows of failures.
-- Each test has a time limit (60 s; `@pytest.mark.time_limit(seconds)`), and when a rank has failed the
-  others get a short grace to finish the same test; past that the job ends with the stacks of all ranks.
+- Each test has a time limit (60 s; `@pytest.mark.time_limit(seconds)`). When a rank has failed, the
+  others get a short grace to finish the same test. Past either, the job ends with all stacks shown.
 """
 
 import hashlib
@@ -184,11 +184,9 @@ class Ranks:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what failed, and what rank 0 has to print of the tests that run here alone."""
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.failed.append(f"{report.nodeid}: {reports.message(report)}")
         if self.rank > 0 and not self.collective:
-            data = self.config.hook.pytest_report_to_serializable(
-                config=self.config, report=report
-            )
+            data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
             self.unsent.append(data)
 
     # ---- bringing the ranks together

@@ -23,7 +23,7 @@ class Failure:
 def failures(rank: int, reports: list[pytest.TestReport]) -> list[Failure]:
     """Return what failed in the reports of this rank."""
     return [
-        Failure(rank, report.when or "", _message(report), _text(report))
+        Failure(rank, report.when or "", message(report), _text(report))
         for report in reports
         if report.failed
     ]
@@ -70,7 +70,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _message(report: pytest.TestReport) -> str:
+def message(report: pytest.TestReport) -> str:
+    """Return the first line of the error of a failed report."""
     crash: Any = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else report.longreprtext).splitlines()
     return lines[0] if lines else ""

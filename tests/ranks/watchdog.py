@@ -7,6 +7,7 @@ faulthandler answers even from within C code, and prints them labelled by rank.
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 STACK_SIGNAL = signal.SIGUSR1
+HARNESS = ("/_pytest/", "/pluggy/", str(Path(__file__).parent))  # left out of the stacks shown
 BACKSTOP = 30.0  # seconds after the limit until faulthandler ends a process that holds the GIL
 
 
@@ -72,9 +74,10 @@ class Watchdog:
         first = self._first()
         if first:
             rank, size = self.world.rank, self.world.size
-            text = [f"\n===== rank {rank} of {size}: {test} {reason}", self.notes(), *self._stacks()]
-            text.append(f"===== rank {rank} ends the job because of {test}\n")
-            os.write(self.stderr, "\n".join(part for part in text if part).encode())
+            start = f"\n===== rank {rank} of {size}: {test} {reason}"
+            end = f"===== rank {rank} ends the job because of {test}\n"
+            text = "\n".join(filter(None, [start, self.notes(), *self._stacks(), end]))
+            os.write(self.stderr, text.encode())
         time.sleep(1 if first else 5)
         self.world.Abort(1)
 
@@ -118,13 +121,11 @@ class Watchdog:
 
 def _shorten(stacks: str) -> str:
     """Cut each thread's stack where pytest begins, and leave out the thread of this module."""
-    lines, keep = [], True
+    lines = []
     for part in stacks.split("\n\n"):
-        if f'{__file__}", line' in part.replace("\\", "/") and "in _watch" in part:
+        if f'"{__file__}"' in part and "in _watch" in part:
             continue
-        keep = True
-        for line in part.splitlines():
-            keep = keep and "/_pytest/" not in line and "/pluggy/" not in line
-            if keep:
-                lines.append(line)
+        header, *frames = part.splitlines()
+        own = itertools.takewhile(lambda line: not any(name in line for name in HARNESS), frames)
+        lines += [header, *(list(own) or ["  (not inside a test)"])]
     return "\n".join(lines)
