@@ -1,0 +1,1 @@
+"""`mpipar train`: configuration, data, the training loop and what it shows."""

@@ -1,0 +1,60 @@
+"""`mpipar train`: train a model on all ranks that the launcher started.
+
+    mpiexec -n 4 mpipar train --tp 2 --log run.jsonl
+
+A mistake that all ranks see is one line of rank 0 and exit code 2 on every rank.  What only one
+rank sees is left to the abort hook, which ends the whole job and names the rank.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+from mpipar.errors import MpiparError
+from mpipar.train.config import TrainConfig as Config
+
+__all__ = ["Config", "run"]
+
+HEAD_START = 0.5  # seconds for one process to speak, where the others cannot be told when it has
+
+
+def run(config: Config) -> int:
+    """Collective: train as `config` says; return the exit code, the same on every rank."""
+    from mpipar.train import launch
+
+    if trouble := launch.start():
+        return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
+    from mpi4py import MPI
+
+    from mpipar.train.agree import is_of_all_ranks
+    from mpipar.train.loop import train
+    from mpipar.train.progress import display
+    from mpipar.train.report import JsonLog, Plot, Report, Several
+
+    world = MPI.COMM_WORLD
+    reports: list[Report] = []
+    if world.rank == 0:
+        reports = [JsonLog(config.log)] if config.log else []
+        reports += [Plot(config.plot)] if config.plot else []
+        reports += [display(config)]
+    report = Several(reports)
+    try:
+        train(config, world, report)
+    except MpiparError as error:
+        if not is_of_all_ranks(error):
+            raise
+        return fail(str(error), world.rank == 0, world.Barrier)
+    finally:
+        report.close()
+    return 0
+
+
+def fail(text: str, speaks: bool, wait: Callable[[], None]) -> int:
+    """Print an error if this rank is the one that speaks; return the exit code for it.
+
+    `wait` until it has: a launcher may end the job as soon as one rank has left with an error.
+    """
+    if speaks:
+        print(f"mpipar: error: {text}", file=sys.stderr, flush=True)
+    wait()
+    return 2

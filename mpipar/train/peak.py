@@ -1,0 +1,34 @@
+"""The speed of matrix products on this machine, which MFU is a share of.
+
+MFU, model FLOPs utilisation: the operations that the model's forward and backward need, over what
+the machine could have done in that time (Chowdhery et al., PaLM, 2022, appendix B).  All ranks
+measure together, each with the threads it trains with, because on oversubscribed cores a rank on
+its own would see a speed that it never has in training.
+"""
+
+import time
+from functools import cache
+
+import numpy as np
+
+from mpipar.arrays import compute_dtype
+from mpipar.arrays import dtype as as_dtype
+
+SIZE = 512
+SECONDS = 0.2
+
+
+@cache
+def matmul_rate(dtype: str) -> float:
+    """Return this rank's floating-point operations a second in matrix products of `dtype`.
+
+    Takes 0.2 s the first time; the ranks should call it together.
+    """
+    a = np.ones((SIZE, SIZE), compute_dtype(as_dtype(dtype)))
+    out = np.empty_like(a)
+    np.matmul(a, a, out=out)  # wakes up the library
+    done, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < SECONDS:
+        np.matmul(a, a, out=out)
+        done += 1
+    return 2.0 * SIZE**3 * done / elapsed

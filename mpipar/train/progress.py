@@ -1,0 +1,127 @@
+"""What rank 0 shows of a run: a bar that redraws itself, or plain lines where nobody watches.
+
+    gpt2 of 0.83 M float32 parameters on 4 ranks: dp 4 x tp 1
+    step   20/200   loss 2.9113   31.5 k tokens/s   MFU 41 %   communication 12 %
+
+Under a launcher the ranks' output is a pipe even in a terminal, so `terminal.width` asks who
+reads it.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from mpipar.train import terminal
+from mpipar.train.config import TrainConfig
+from mpipar.train.report import Facts, Report, Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+LINES = 20  # plain lines in a run
+
+
+class Display(Report):
+    """Shows a run on standard output."""
+
+    def __init__(self, config: TrainConfig, columns: int | None = None) -> None:
+        """Take the configuration; `columns` of the terminal, None for plain lines."""
+        from rich.console import Console
+
+        self.config = config
+        self.every = max(1, config.steps // LINES)
+        self.console = Console(
+            file=sys.stdout,
+            force_terminal=columns is not None,
+            width=columns or 10_000,  # plain lines are never broken
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        self.bar = make_bar(self.console) if columns is not None else None
+        self.task = self.bar.add_task("", total=config.steps, told="") if self.bar else None
+
+    def begin(self, facts: Facts) -> None:
+        """Say what is trained, on what, and how fast the machine is."""
+        config, corpus = self.config, facts.corpus
+        self.say(
+            f"{config.model} of {count(facts.parameters)} {config.dtype} parameters "
+            f"on {facts.dp * facts.tp} ranks: dp {facts.dp} x tp {facts.tp}"
+        )
+        self.say(
+            f"data: {corpus.name}, {count(len(corpus.train))} tokens to train on, "
+            f"{count(len(corpus.held_out))} held out" + (f"; {corpus.note}" if corpus.note else "")
+        )
+        self.say(f"peak of matrix products, all ranks together: {count(facts.peak)}FLOP/s")
+        if self.bar is not None:
+            self.bar.start()
+
+    def step(self, row: Row) -> None:
+        """Move the bar on, or print every so many steps."""
+        step = int(row["step"])
+        seconds = self.config.batch * self.config.seq / row["tokens_per_s"]
+        told = (
+            f"loss {row['loss']:.4f}   {count(row['tokens_per_s'])}tokens/s   "
+            f"MFU {row['mfu']:.0%}   communication {row['comm_s'] / seconds:.0%}"
+        )
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, advance=1, told=told)
+        elif step == 1 or step % self.every == 0 or step == self.config.steps:
+            digits = len(str(self.config.steps))
+            self.say(f"step {step:{digits}}/{self.config.steps}   {told}")
+
+    def validation(self, row: Row) -> None:
+        """Print the loss on held-out data."""
+        self.say(f"step {int(row['step'])}: validation loss {row['val_loss']:.4f}")
+
+    def end(self, sample: str) -> None:
+        """Print what the model writes and where the files are."""
+        self.close()
+        if sample:
+            self.say(f"sample:\n{sample}")
+        for what in ("log", "plot"):
+            if path := getattr(self.config, what):
+                self.say(f"{what}: {path}")
+
+    def say(self, text: str) -> None:
+        """Print a line at once, above the bar."""
+        self.console.print(text, soft_wrap=True)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar off."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def display(config: TrainConfig) -> Display:
+    """Return the display that suits whoever reads this job's output."""
+    return Display(config, terminal.width())
+
+
+def make_bar(console: "Console") -> "Progress":
+    """Return a progress bar with room for what a step tells."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[told]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def count(number: float) -> str:
+    """Return a number with three digits and k, M, G or T: "31.5 k"."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g} "

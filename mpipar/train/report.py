@@ -1,0 +1,152 @@
+"""What a run tells as it happens, and who listens: the log file, the plot, and the progress bar.
+
+`train` calls a Report; the base class is silent.  Only rank 0 has one that says something.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from mpipar.errors import ConfigError, explain
+from mpipar.train.data import Corpus
+
+Row = dict[str, float]  # a line of the log, by name
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run before its first step."""
+
+    parameters: int  # of the whole model
+    peak: float  # FLOP/s of matrix products on all ranks together
+    flops_per_token: float  # forward and backward
+    dp: int
+    tp: int
+    corpus: Corpus
+
+
+class Report:
+    """Listens to a run; this one does nothing with what it hears."""
+
+    def open(self) -> None:
+        """Get ready, before anything is sent; raises ConfigError if that is not possible."""
+
+    def begin(self, facts: Facts) -> None:
+        """Hear what is known before the first step."""
+
+    def step(self, row: Row) -> None:
+        """Hear of a finished step."""
+
+    def validation(self, row: Row) -> None:
+        """Hear of a measured validation loss."""
+
+    def end(self, sample: str) -> None:
+        """Hear that the last step is done, and what the model writes."""
+
+    def close(self) -> None:
+        """Let go of everything, after the end or an error."""
+
+
+class Several(Report):
+    """Passes everything on to several reports, in their order."""
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        """Take the reports."""
+        self.reports = tuple(reports)
+
+    def open(self) -> None:
+        """Open all."""
+        for report in self.reports:
+            report.open()
+
+    def begin(self, facts: Facts) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.begin(facts)
+
+    def step(self, row: Row) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.step(row)
+
+    def validation(self, row: Row) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.validation(row)
+
+    def end(self, sample: str) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.end(sample)
+
+    def close(self) -> None:
+        """Close all, the last first."""
+        for report in reversed(self.reports):
+            report.close()
+
+
+class JsonLog(Report):
+    """Writes a line of JSON for each step and each validation, as soon as it is known."""
+
+    def __init__(self, path: str) -> None:
+        """Take the path of the file, which `open` makes or empties."""
+        self.path = path
+        self.file: TextIO | None = None
+
+    def open(self) -> None:
+        """Open the file; raises ConfigError if it cannot be written."""
+        try:
+            self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            rule = f"it cannot be written ({error.strerror or error})"
+            raise ConfigError(explain("log", self.path, rule, "Pass another path")) from error
+
+    def step(self, row: Row) -> None:
+        """Write a line."""
+        if self.file is not None:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+
+    def validation(self, row: Row) -> None:
+        """Write a line."""
+        self.step(row)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+class Plot(Report):
+    """Draws the losses against the step when the run has ended."""
+
+    def __init__(self, path: str) -> None:
+        """Take the path of the image; its ending says the format."""
+        self.path = path
+        self.losses: dict[str, list[tuple[float, float]]] = {"loss": [], "val_loss": []}
+
+    def step(self, row: Row) -> None:
+        """Keep a point of the training curve."""
+        self.losses["loss"].append((row["step"], row["loss"]))
+
+    def validation(self, row: Row) -> None:
+        """Keep a point of the validation curve."""
+        self.losses["val_loss"].append((row["step"], row["val_loss"]))
+
+    def end(self, sample: str) -> None:
+        """Write the image."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        labels = {"loss": "training", "val_loss": "held out"}
+        for name, style in (("loss", "-"), ("val_loss", "o")):
+            steps, losses = zip(*self.losses[name], strict=True)
+            axes.plot(steps, losses, style, label=labels[name])
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats a token)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(self.path, dpi=120)
