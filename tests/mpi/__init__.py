@@ -1,0 +1,1 @@
+"""Tests on all ranks at once."""
