@@ -1,13 +1,28 @@
 """Schedules: collective algorithms as data, and everything that reads them."""
 
-from mpipar.schedule import direct, ring  # noqa: F401  (each enters its algorithms into the table)
+from mpipar.schedule import (  # noqa: F401  (each enters its algorithms into the table)
+    bruck,
+    direct,
+    dissemination,
+    halving_doubling,
+    hierarchical,
+    linear,
+    pairwise,
+    recursive_doubling,
+    recursive_halving,
+    ring,
+    scatter_all_gather,
+    tree,
+)
 from mpipar.schedule.core import COLLECTIVES, CommSchedule, Op, Recv, RecvReduce, Round, Send
 from mpipar.schedule.registry import Generator, algorithms, generators, make
 from mpipar.schedule.segment import segment
+from mpipar.schedule.verify import Counts, count, verify
 
 __all__ = [
     "COLLECTIVES",
     "CommSchedule",
+    "Counts",
     "Generator",
     "Op",
     "Recv",
@@ -15,7 +30,9 @@ __all__ = [
     "Round",
     "Send",
     "algorithms",
+    "count",
     "generators",
     "make",
     "segment",
+    "verify",
 ]

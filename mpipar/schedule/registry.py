@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mpipar.errors import ConfigError, explain
 from mpipar.partition import blocks
-from mpipar.schedule.core import COLLECTIVES, CommSchedule, Round
+from mpipar.schedule.core import COLLECTIVES, CommSchedule, Declare, Round
 
 Rounds = Callable[..., Iterator[Round]]
 F = TypeVar("F", bound=Rounds)
@@ -28,7 +28,8 @@ class Generator:
     `rounds(p, rank, **options)` yields the rounds, `chunks(p, **options)` counts the chunk ids.
     `ordered` says that operands are added in rank order, so that a non-commutative operation works.
     `options` names what of root, offset and nodes it takes; `about` is one line with the source.
-    Every generator works for every number of ranks.
+    `symmetry` declares which ranks behave alike (see `core.Symmetry`), where it is known.  Every
+    generator works for every number of ranks.
     """
 
     collective: str
@@ -38,6 +39,7 @@ class Generator:
     ordered: bool
     options: tuple[str, ...]
     about: str
+    symmetry: Declare | None = None
 
 
 generators: dict[str, dict[str, Generator]] = {collective: {} for collective in COLLECTIVES}
@@ -66,12 +68,13 @@ def register(
     chunks: Callable[..., int],
     ordered: bool = False,
     options: tuple[str, ...] = (),
+    symmetry: Declare | None = None,
 ) -> Callable[[F], F]:
     """Enter the decorated generator into the table."""
 
     def enter(rounds: F) -> F:
         generators[collective][algorithm] = Generator(
-            collective, algorithm, rounds, chunks, ordered, options, about
+            collective, algorithm, rounds, chunks, ordered, options, about, symmetry
         )
         return rounds
 
@@ -131,6 +134,7 @@ def make(
         root=options.get("root", 0),
         offset=options.get("offset", 1),
         reduced=collective in REDUCED,
+        symmetry=generator.symmetry,
     )
 
 

@@ -31,4 +31,9 @@ def segment(schedule: CommSchedule, k: int) -> CommSchedule:
             for part in range(k):
                 yield tuple(op._replace(chunk=op.chunk * k + part) for op in ops)
 
-    return schedule.with_rounds(rounds, chunks=schedule.chunks * k, parts=schedule.parts * k)
+    return schedule.with_rounds(
+        rounds,
+        chunks=schedule.chunks * k,
+        parts=schedule.parts * k,
+        symmetry=schedule.symmetry,
+    )
