@@ -1,0 +1,25 @@
+"""Autograd: tensors over plain arrays, a linear tape, operations with their vjps.
+
+It knows nothing of communication: a collective is a `Function` with `collective = True`.
+"""
+
+from mpipar.autograd import functional, operators
+from mpipar.autograd.function import Function
+from mpipar.autograd.tape import Tape, add_pump, enable_grad, is_grad_enabled, no_grad
+from mpipar.autograd.tensor import Tensor, backward
+
+from_dlpack = Tensor.from_dlpack
+
+__all__ = [
+    "Function",
+    "Tape",
+    "Tensor",
+    "add_pump",
+    "backward",
+    "enable_grad",
+    "from_dlpack",
+    "functional",
+    "is_grad_enabled",
+    "no_grad",
+    "operators",
+]

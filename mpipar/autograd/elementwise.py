@@ -1,0 +1,226 @@
+"""Elementwise operations with NumPy's broadcasting, and their vjps.
+
+A vjp maps the gradient of the output to that of one input, in the output's shape; `binary` undoes
+the broadcasting: the gradient of an input that was repeated is the sum over the repetitions.
+
+    (3, 1) + (4,) -> (3, 4)      gradients: sum over dim 1 with keepdim; sum over dim 0
+
+Python and NumPy scalars keep the dtype of the tensor.  16-bit numbers are computed in float32 and
+rounded once.  Comparisons give plain boolean arrays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpipar import arrays
+from mpipar.arrays import Array, compute_dtype, is_sixteen_bit
+from mpipar.autograd.record import array, record, record_each, value
+from mpipar.autograd.tensor import Tensor
+from mpipar.errors import BufferMismatchError, explain
+
+Operand = Any  # a Tensor, an array, or a number
+
+
+def unbroadcast(grad: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return the gradient of an operand of this shape and dtype that was broadcast to grad's."""
+    if grad.shape != shape:
+        extra = grad.ndim - len(shape)
+        repeated = tuple(range(extra)) + tuple(
+            extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
+        )
+        grad = np.add.reduce(grad, axis=repeated, dtype=compute_dtype(grad.dtype)).reshape(shape)
+    return grad if grad.dtype == dtype else grad.astype(dtype)
+
+
+def binary(
+    name: str,
+    ufunc: Callable[[Any, Any], Array],
+    a: Operand,
+    x: Any,
+    vjp_a: Callable[[Array], Array],
+    b: Operand,
+    y: Any,
+    vjp_b: Callable[[Array], Array],
+) -> Tensor:
+    """Record out = ufunc(x, y); x and y are the values of a and b, the vjps give out's shape."""
+    try:
+        out = ufunc(x, y)
+    except ValueError as error:
+        raise _mismatch(name, x, y) from error
+    if out.dtype.itemsize == 4:
+        out = _keep_sixteen(out, x, y)
+    return record_each(out, ((a, _fit(vjp_a, x, out)), (b, _fit(vjp_b, y, out))))
+
+
+def unary(a: Operand, x: Array, out: Array, vjp: Callable[[Array], Array]) -> Tensor:
+    """Record out, a function of a alone, whose value is x; `vjp` gets and gives float32 or more."""
+    if x.dtype.itemsize == 2:
+        out, vjp = out.astype(x.dtype, copy=False), _fit(vjp, x, out)
+    return record(out, (a,), vjp)
+
+
+def _fit(vjp: Callable[[Array], Array], x: Any, out: Array) -> Callable[[Array], Array]:
+    """Return the vjp, followed by what undoes the broadcast or cast from x to out, if any.
+
+    Around 16-bit numbers the vjp works in float32, and its result is rounded once.
+    """
+    if not hasattr(x, "dtype"):
+        return vjp  # a Python number: nothing will call it
+    shape, dtype = x.shape, x.dtype
+    if dtype is out.dtype and shape == out.shape and dtype.itemsize > 2:
+        return vjp
+    wide = compute_dtype(out.dtype)
+    return lambda g: unbroadcast(vjp(g.astype(wide, copy=False)), shape, dtype)
+
+
+def _keep_sixteen(out: Array, x: Any, y: Any) -> Array:
+    """Return out in the 16-bit dtype of the array operand, if a Python number widened it."""
+    if hasattr(x, "dtype") and hasattr(y, "dtype"):
+        return out
+    dtype = (x if hasattr(x, "dtype") else y).dtype
+    return out.astype(dtype) if is_sixteen_bit(dtype) else out
+
+
+def _mismatch(name: str, x: Any, y: Any) -> BufferMismatchError:
+    """Return the error for two shapes that do not broadcast."""
+    return BufferMismatchError(
+        explain(f"{name} of shapes", (np.shape(x), np.shape(y)), "they do not broadcast together",
+                "Dimensions, counted from the last, are equal or 1")
+    )  # fmt: skip
+
+
+def _same(g: Array) -> Array:
+    return g
+
+
+def add(a: Operand, b: Operand) -> Tensor:
+    """Return a + b."""
+    return binary("add", np.add, a, value(a), _same, b, value(b), _same)
+
+
+def sub(a: Operand, b: Operand) -> Tensor:
+    """Return a - b."""
+    return binary("sub", np.subtract, a, value(a), _same, b, value(b), np.negative)
+
+
+def mul(a: Operand, b: Operand) -> Tensor:
+    """Return a * b."""
+    x, y = value(a), value(b)
+    return binary("mul", np.multiply, a, x, lambda g: g * y, b, y, lambda g: g * x)
+
+
+def div(a: Operand, b: Operand) -> Tensor:
+    """Return a / b."""
+    x, y = value(a), value(b)
+    return binary("div", np.true_divide, a, x, lambda g: g / y, b, y, lambda g: -(g * x) / y / y)
+
+
+def pow(a: Operand, b: Operand) -> Tensor:
+    """Return a ** b.  The gradient of b is 0 where a is 0."""
+    x, y = value(a), value(b)
+
+    def vjp_a(g: Array) -> Array:
+        if not hasattr(y, "shape"):
+            return g * (y * x ** (y - 1)) if y != 0 else g * 0
+        return g * y * x ** np.where(y == 0, 1, y - 1)
+
+    def vjp_b(g: Array) -> Array:
+        return g * x**y * np.log(np.where(x == 0, 1, x))
+
+    return binary("pow", np.power, a, x, vjp_a, b, y, vjp_b)
+
+
+def maximum(a: Operand, b: Operand) -> Tensor:
+    """Return the larger of a and b; on a tie each gets half of the gradient."""
+    return _extreme("maximum", np.maximum, np.greater, np.greater_equal, a, b)
+
+
+def minimum(a: Operand, b: Operand) -> Tensor:
+    """Return the smaller of a and b; on a tie each gets half of the gradient."""
+    return _extreme("minimum", np.minimum, np.less, np.less_equal, a, b)
+
+
+def _extreme(name: str, ufunc: Any, wins: Any, ties: Any, a: Operand, b: Operand) -> Tensor:
+    x, y = value(a), value(b)
+    return binary(
+        name, ufunc,
+        a, x, lambda g: 0.5 * (g * wins(x, y) + g * ties(x, y)),
+        b, y, lambda g: 0.5 * (g * wins(y, x) + g * ties(y, x)),
+    )  # fmt: skip
+
+
+def where(condition: Any, a: Operand, b: Operand) -> Tensor:
+    """Return a where `condition` (booleans) is true, else b.  All three broadcast together."""
+    c, x, y = array(condition), value(a), value(b)
+    return binary(
+        "where", lambda x, y: np.where(c, x, y),
+        a, x, lambda g: np.where(c, g, g.dtype.type(0)),
+        b, y, lambda g: np.where(c, g.dtype.type(0), g),
+    )  # fmt: skip
+
+
+def clip(a: Operand, low: Any = None, high: Any = None) -> Tensor:
+    """Return a limited to [low, high]; the gradient passes where a is inside, bounds included."""
+    x = array(a)
+    low, high = (None if bound is None else value(bound) for bound in (low, high))
+
+    def vjp(g: Array) -> Array:
+        if low is not None:
+            g = g * (x >= low)
+        return g if high is None else g * (x <= high)
+
+    return unary(a, x, np.clip(x, low, high).astype(x.dtype, copy=False), vjp)
+
+
+def neg(a: Operand) -> Tensor:
+    """Return -a."""
+    return record(np.negative(array(a)), (a,), np.negative)
+
+
+def exp(a: Operand) -> Tensor:
+    """Return e ** a."""
+    x = array(a)
+    y = np.exp(x)
+    return unary(a, x, y, lambda g: g * y)
+
+
+def log(a: Operand) -> Tensor:
+    """Return the natural logarithm of a."""
+    x = array(a)
+    return unary(a, x, np.log(x), lambda g: g / x)
+
+
+def sqrt(a: Operand) -> Tensor:
+    """Return the square root of a."""
+    x = array(a)
+    y = np.sqrt(x)
+    return unary(a, x, y, lambda g: 0.5 * g / y)
+
+
+def tanh(a: Operand) -> Tensor:
+    """Return the hyperbolic tangent of a."""
+    x = array(a)
+    y = np.tanh(x)
+    return unary(a, x, y, lambda g: g - g * y * y)
+
+
+def sigmoid(a: Operand) -> Tensor:
+    """Return 1 / (1 + e ** -a), through tanh so that nothing overflows."""
+    x = array(a)
+    y = 0.5 * np.tanh(0.5 * x) + 0.5
+    return unary(a, x, y, lambda g: g * y - g * y * y)
+
+
+def abs(a: Operand) -> Tensor:
+    """Return the absolute value of a; its gradient at 0 is 0."""
+    x = array(a)
+    return unary(a, x, np.abs(x), lambda g: g * np.sign(x))
+
+
+def astype(a: Operand, dtype: Any) -> Tensor:
+    """Return a in another dtype: a name ("bfloat16" included) or a NumPy dtype."""
+    x, target = array(a), arrays.dtype(dtype)
+    before = x.dtype
+    return record(x.astype(target, copy=False), (a,), lambda g: g.astype(before, copy=False))

@@ -1,0 +1,143 @@
+"""Matrix products and their vjps; a linear layer as one operation.
+
+16-bit operands are multiplied in float32 and the product is rounded once.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array, compute_dtype
+from mpipar.autograd.elementwise import unbroadcast
+from mpipar.autograd.record import array, record, record_each
+from mpipar.autograd.tensor import Tensor
+from mpipar.errors import BufferMismatchError, explain
+
+
+def _wide(x: Array) -> Array:
+    """Return x in the dtype in which its products are summed."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
+def _product(x: Array, y: Array) -> Array:
+    """Return x @ y, rounded once to the dtype that x and y have together."""
+    if x.ndim > 2 and y.ndim == 2 and x.shape[-1] == y.shape[0]:  # one product, not one each
+        return _product(x.reshape(-1, x.shape[-1]), y).reshape(*x.shape[:-1], y.shape[1])
+    if x.dtype.itemsize > 2 and y.dtype.itemsize > 2:
+        return np.matmul(x, y)
+    dtype = x.dtype if x.dtype == y.dtype else np.promote_types(x.dtype, y.dtype)
+    return np.matmul(_wide(x), _wide(y)).astype(dtype, copy=False)
+
+
+def matmul(a: Any, b: Any) -> Tensor:
+    """Return the matrix product a @ b with NumPy's rules.
+
+    [..., n, k] @ [..., k, m] -> [..., n, m]; leading dimensions broadcast; a 1-D operand is a row
+    on the left, a column on the right, and its dimension disappears.
+
+    Raises BufferMismatchError, naming both shapes, if they do not fit.
+    """
+    x, y = array(a), array(b)
+    try:
+        out = _product(x, y)
+    except ValueError as error:
+        raise BufferMismatchError(
+            explain("matmul of shapes", (x.shape, y.shape),
+                    "the last size of the left is the second last of the right, and the leading "
+                    "sizes broadcast", "Transpose or reshape one of them")
+        ) from error  # fmt: skip
+
+    def rows(g: Array) -> Array:  # the gradient as [..., n, m]
+        if x.ndim == 1:
+            g = g[..., None, :] if y.ndim > 1 else g.reshape(1, 1)
+        return g[..., None] if y.ndim == 1 and x.ndim > 1 else g
+
+    def vjp_a(g: Array) -> Array:
+        wide = y[:, None] if y.ndim == 1 else y  # (..., k, m)
+        grad = _product(rows(g), np.swapaxes(wide, -1, -2))  # (..., n, k)
+        return _undo(grad[..., 0, :] if x.ndim == 1 else grad, x)
+
+    def vjp_b(g: Array) -> Array:
+        wide = x[None, :] if x.ndim == 1 else x  # (..., n, k)
+        if y.ndim == 2 and wide.ndim > 2:  # one product for all leading dimensions
+            flat, g = wide.reshape(-1, wide.shape[-1]), rows(g)
+            return _undo(_product(flat.T, g.reshape(-1, g.shape[-1])), y)
+        grad = _product(np.swapaxes(wide, -1, -2), rows(g))  # (..., k, m)
+        return _undo(grad[..., 0] if y.ndim == 1 else grad, y)
+
+    return record_each(out, ((a, vjp_a), (b, vjp_b)))
+
+
+def _undo(grad: Array, x: Array) -> Array:
+    """Return the gradient of operand x, from that of x broadcast over leading dimensions."""
+    if grad.shape == x.shape and grad.dtype is x.dtype:
+        return grad
+    return unbroadcast(grad, x.shape, x.dtype)
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
+    """Return x @ weight.T + bias: [..., in], [out, in], [out] -> [..., out], as one operation.
+
+    Backward reads a weight that is a leaf from its `.data` at that time, so that sharded training
+    may drop the full weight between forward and backward.
+
+    Raises BufferMismatchError, naming the shapes, if they do not fit.
+    """
+    data, w = array(x), array(weight)
+    b = None if bias is None else array(bias)
+    if w.ndim != 2 or not data.ndim or data.shape[-1] != w.shape[1]:
+        raise _linear_mismatch(data, w, b)
+    if b is not None and b.shape != w.shape[:1]:
+        raise _linear_mismatch(data, w, b)
+    shape, (n_out, n_in) = data.shape, w.shape
+    flat = data.reshape(-1, n_in)  # (N, in)
+    out = _affine(flat, w, b).reshape(*shape[:-1], n_out)
+    dtype, late = data.dtype, isinstance(weight, Tensor) and weight.node is None
+
+    def vjp(g: Array) -> tuple[Array | None, ...]:
+        g = g.reshape(-1, n_out)  # (N, out)
+        grads: tuple[Array | None, ...] = (
+            _into(g, array(weight) if late else kept_w, shape, dtype) if wants[0] else None,
+            _product(g.T, kept_x).astype(dtypes[0], copy=False) if kept_x is not None else None,
+        )
+        if b_dtype is None:
+            return grads
+        wide = compute_dtype(g.dtype)
+        return (*grads, np.add.reduce(g, axis=0, dtype=wide).astype(b_dtype, copy=False))
+
+    wants = tuple(isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias))
+    kept_x = flat if wants[1] else None
+    kept_w = None if late or not wants[0] else w
+    dtypes, b_dtype = (w.dtype,), b.dtype if b is not None and wants[2] else None
+    return record(out, (x, weight) if b_dtype is None else (x, weight, bias), vjp)
+
+
+def _affine(x: Array, w: Array, b: Array | None) -> Array:
+    """Return x @ w.T + b for x (N, in), w (out, in), b (out,), rounded once."""
+    if b is None:
+        return _product(x, w.T)
+    if x.dtype.itemsize > 2 and w.dtype.itemsize > 2:
+        out = np.matmul(x, w.T)
+        if np.result_type(out, b) == out.dtype:
+            out += b
+            return out
+        return out + b
+    dtype = x.dtype if x.dtype == w.dtype else np.promote_types(x.dtype, w.dtype)
+    return (np.matmul(_wide(x), _wide(w).T) + _wide(b)).astype(dtype, copy=False)
+
+
+def _into(g: Array, w: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return g @ w as a new array of x's shape (not a view, so that it may be added to)."""
+    if g.dtype.itemsize == 2 or g.dtype != dtype or w.dtype != dtype or type(g) is not np.ndarray:
+        return _product(g, w).reshape(shape).astype(dtype, copy=False)
+    out = np.empty(shape, dtype)
+    np.matmul(g, w, out=out.reshape(-1, shape[-1]))
+    return out
+
+
+def _linear_mismatch(x: Array, w: Array, b: Array | None) -> BufferMismatchError:
+    shapes = (x.shape, w.shape) if b is None else (x.shape, w.shape, b.shape)
+    return BufferMismatchError(
+        explain("linear of shapes", shapes, "x is [..., in], weight [out, in], bias [out]",
+                "Check the sizes of the layer")
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Operations that move elements: reshape, permute, slice, index, concat, split, stack.
+
+Their vjps move the gradient back; views stay views in both directions.  An index of slices and
+numbers names every element at most once, so its gradient is assigned into zeros; an index of
+integer arrays may name one twice, so its gradient is added.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.autograd.elementwise import unbroadcast
+from mpipar.autograd.record import array, record, record_many
+from mpipar.autograd.tensor import Tensor
+from mpipar.errors import BufferMismatchError, explain
+
+
+def reshape(x: Any, *shape: Any) -> Tensor:
+    """Return x in another shape of the same size; one size may be -1."""
+    data = array(x)
+    target = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    before = data.shape
+    try:
+        out = data.reshape(target)
+    except ValueError as error:
+        raise BufferMismatchError(
+            explain("shape", target, f"a tensor of shape {before} has {data.size} elements",
+                    "Pass sizes with the same product")
+        ) from error  # fmt: skip
+    return record(out, (x,), lambda g: g.reshape(before))
+
+
+def permute(x: Any, *dims: Any) -> Tensor:
+    """Return x with dimension dims[i] at place i."""
+    data = array(x)
+    order = dims if len(dims) != 1 or isinstance(dims[0], int) else tuple(dims[0])
+    order = tuple(d + data.ndim if d < 0 else d for d in order)
+    if sorted(order) != list(range(data.ndim)):
+        raise BufferMismatchError(
+            explain("dims", dims, f"the tensor has the shape {data.shape}",
+                    f"Name each of its {data.ndim} dimensions once")
+        )  # fmt: skip
+    back = tuple(sorted(range(data.ndim), key=order.__getitem__))
+    return record(data.transpose(order), (x,), lambda g: g.transpose(back))
+
+
+def transpose(x: Any, dim0: int = -2, dim1: int = -1) -> Tensor:
+    """Return x with two dimensions exchanged."""
+    data = array(x)
+    order = list(range(data.ndim))
+    try:
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+    except IndexError as error:
+        raise BufferMismatchError(
+            explain("dims", (dim0, dim1), f"the tensor has the shape {data.shape}",
+                    "Name two of its dimensions")
+        ) from error  # fmt: skip
+    return permute(x, order)
+
+
+def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
+    """Return x repeated to `shape`, as NumPy broadcasts."""
+    data = array(x)
+    before, dtype = data.shape, data.dtype
+    try:
+        out = np.broadcast_to(data, tuple(shape))
+    except ValueError as error:
+        raise BufferMismatchError(
+            explain("shape", tuple(shape), f"a tensor of shape {before} cannot be repeated to it",
+                    "Dimensions, counted from the last, are equal or 1")
+        ) from error  # fmt: skip
+    return record(out, (x,), lambda g: unbroadcast(g, before, dtype))
+
+
+def index(x: Any, where: Any) -> Tensor:
+    """Return x[where]: numbers, slices, None, Ellipsis, boolean masks, arrays of integers."""
+    data = array(x)
+    parts = where if isinstance(where, tuple) else (where,)
+    parts = tuple([_part(part) for part in parts])
+    repeats = any([isinstance(p, np.ndarray) and p.dtype != bool for p in parts])
+    shape, dtype, xp = data.shape, data.dtype, module_of(data)
+
+    def vjp(g: Array) -> Array:
+        if not repeats:
+            out = xp.zeros(shape, dtype)
+            out[parts] = g
+            return out
+        total = xp.zeros(shape, compute_dtype(dtype))
+        xp.add.at(total, parts, g)
+        return total.astype(dtype, copy=False)
+
+    return record(data[parts], (x,), vjp)
+
+
+def _part(part: Any) -> Any:
+    """Return one part of an index without Tensors and lists."""
+    if isinstance(part, Tensor):
+        return part.data
+    return np.asarray(part) if isinstance(part, list) else part
+
+
+def concat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    """Return the tensors one after the other along `dim`; the other dimensions are equal."""
+    datas = [array(x) for x in tensors]
+    out = _joined("concat", np.concatenate, datas, dim)
+    ends = list(accumulate([data.shape[dim] for data in datas]))
+    dtypes = [data.dtype for data in datas]
+    before = (slice(None),) * (dim % out.ndim)
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        starts = [0, *ends[:-1]]
+        return tuple(
+            g[(*before, slice(start, end))].astype(dtype, copy=False)
+            for start, end, dtype in zip(starts, ends, dtypes, strict=True)
+        )
+
+    return record(out, tuple(tensors), vjp if len(datas) > 1 else lambda g: g)
+
+
+def stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    """Return equal tensors along a new dimension."""
+    datas = [array(x) for x in tensors]
+    out = _joined("stack", np.stack, datas, dim)
+    dtypes = [data.dtype for data in datas]
+    before = (slice(None),) * (dim % out.ndim)
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        return tuple(g[(*before, i)].astype(dtype, copy=False) for i, dtype in enumerate(dtypes))
+
+    return record(out, tuple(tensors), vjp if len(datas) > 1 else lambda g: vjp(g)[0])
+
+
+def _joined(name: str, join: Any, datas: list[Array], dim: int) -> Array:
+    """Return join(datas, dim); raises BufferMismatchError with all shapes if they do not fit."""
+    try:
+        return join(datas, dim)
+    except ValueError as error:
+        raise BufferMismatchError(
+            explain(f"{name} of shapes", [data.shape for data in datas],
+                    f"they do not fit along dim {dim}: {error}", "Make the other sizes equal")
+        ) from error  # fmt: skip
+
+
+def split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """Return views of x along `dim`: blocks of `sizes` elements (the last may have fewer) if it is
+    an int, else blocks of these sizes.
+
+    Raises BufferMismatchError if the sizes do not add up to that of x.
+    """
+    data = array(x)
+    total = data.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)] or [0]
+    if sum(sizes) != total:
+        raise BufferMismatchError(
+            explain("sizes", list(sizes), f"dim {dim} of shape {data.shape} has {total} elements",
+                    "Pass sizes with this sum")
+        )  # fmt: skip
+    ends = list(accumulate(sizes))
+    axis = dim % data.ndim
+    before = (slice(None),) * axis
+    parts = [data[(*before, slice(end - size, end))] for size, end in zip(sizes, ends, strict=True)]
+    return record_many(parts, (x,), lambda *grads: (np.concatenate(grads, axis),))

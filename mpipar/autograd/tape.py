@@ -1,0 +1,343 @@
+"""The graph that forward builds and backward consumes: nodes in append order, and the engine.
+
+Every recorded operation is a `Node` with a number; numbers grow, so descending order is a reverse
+topological order and no recursion is needed anywhere.  A Tensor owns its node and a node owns what
+its inputs came from, so a graph that nobody holds is freed; a `Tape` holds only the nodes of
+COLLECTIVE operations, which run in every backward on every rank:
+
+    rank 0:  x -linear-> h -all_reduce-> y -sum-> loss   loss.backward(): sum, all_reduce, linear
+    rank 1:  x -linear-> h -all_reduce-> y               Tensor(0.).backward(): all_reduce, linear
+
+Gradients between nodes are plain arrays.  A vjp returns the incoming gradient, a view of it, or a
+new array; only a new array (it has no base) may be added to in place.  Wengert's list (1964), as in
+Griewank and Walther, Evaluating Derivatives, chapter 3.  Cost: about 1 us a node.
+
+The switch for recording and the tape in use are global to the process, not to a thread: one thread
+at a time builds graphs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpipar.arrays import Array, module_of
+from mpipar.errors import GraphError, explain
+
+if TYPE_CHECKING:
+    from mpipar.autograd.tensor import Tensor
+
+Vjp = Callable[..., Any]
+Source = Any  # a Node, a Port, a leaf Tensor, or None where no gradient is wanted
+
+
+class Node:
+    """One recorded operation: where its inputs came from, and how a gradient gets to them.
+
+    `vjp` is a tuple of functions, one for each input, or one function that returns a tuple of
+    gradients, one for each input.  It is None once backward has consumed the node.  A node with
+    `outputs` (module, shape, dtype of each) has several outputs or is collective: its `grad` and
+    `owned` are lists, and outputs without a gradient get zeros.
+    """
+
+    __slots__ = (
+        "__weakref__", "collective", "grad", "inputs", "mark", "number", "outputs", "owned", "vjp",
+    )  # fmt: skip
+
+    def __init__(self, inputs: tuple[Source, ...], vjp: Any) -> None:
+        """Append a node for an operation with one output."""
+        self.inputs = inputs
+        self.vjp = vjp
+        self.grad: Any = None
+        self.owned: Any = False
+        self.mark = 0
+        self.outputs: tuple[tuple[Any, tuple[int, ...], np.dtype], ...] | None = None
+        self.collective = False
+        state.number = self.number = state.number + 1
+
+
+class Port:
+    """One output of a node that has several."""
+
+    __slots__ = ("index", "node")
+
+    def __init__(self, node: Node, index: int) -> None:
+        """Name output `index` of `node`."""
+        self.node = node
+        self.index = index
+
+
+class Tape:
+    """The collective nodes recorded and not yet run.
+
+    As a context manager it is the tape in use inside the block: backward there runs the collectives
+    of this tape only.  A pipeline gives each micro-batch in flight its own.
+    """
+
+    def __init__(self) -> None:
+        """Make an empty tape."""
+        self.collectives: list[Node] = []
+        self._outer: list[Tape] = []
+
+    def __enter__(self) -> "Tape":
+        """Record on this tape from here on."""
+        self._outer.append(state.tape)
+        state.tape = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Go back to the tape that was in use before."""
+        state.tape = self._outer.pop()
+
+    def clear(self) -> None:
+        """Forget the recorded collectives: no backward will run them."""
+        self.collectives.clear()
+
+    def up_to(self, number: int) -> list[Node]:
+        """Return the recorded collectives with at most this number."""
+        return [node for node in self.collectives if node.number <= number]
+
+
+class State:
+    """What is global: the switch, the tape in use, the counters, and the pumps."""
+
+    __slots__ = ("collective_calls", "enabled", "mark", "number", "pumps", "tape")
+
+    def __init__(self) -> None:
+        """Start with recording on and an empty tape."""
+        self.enabled = True
+        self.number = 0  # of the newest node
+        self.mark = 0  # of the newest backward
+        self.collective_calls = 0  # recorded or not
+        self.pumps: list[Callable[[], object]] = []
+        self.tape = Tape()
+
+
+state = State()
+
+
+def is_grad_enabled() -> bool:
+    """Say whether operations are being recorded."""
+    return state.enabled
+
+
+class no_grad(contextlib.ContextDecorator):
+    """Context manager and decorator: operations inside are not recorded."""
+
+    def __init__(self) -> None:
+        """Prepare; nothing is switched yet."""
+        self._before: list[bool] = []
+
+    def __enter__(self) -> "no_grad":
+        """Switch recording off."""
+        self._before.append(state.enabled)
+        state.enabled = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Switch back to what was before."""
+        state.enabled = self._before.pop()
+
+
+@contextlib.contextmanager
+def enable_grad() -> Iterator[None]:
+    """Record the operations in the block, also inside `no_grad`."""
+    before, state.enabled = state.enabled, True
+    try:
+        yield
+    finally:
+        state.enabled = before
+
+
+class Handle:
+    """What `register_hook` and `add_pump` return."""
+
+    def __init__(self, functions: list[Any], function: Any) -> None:
+        """Remember which function stands in which list."""
+        self._functions, self._function = functions, function
+
+    def remove(self) -> None:
+        """Take the function out of use.  A second call does nothing."""
+        with contextlib.suppress(ValueError):
+            self._functions.remove(self._function)
+
+
+def add_pump(function: Callable[[], object]) -> Handle:
+    """Call `function` between the nodes of every backward, so that communication advances.
+
+    Returns a handle with `.remove()`.
+    """
+    state.pumps.append(function)
+    return Handle(state.pumps, function)
+
+
+def accumulate(leaf: "Tensor", grad: Array, fresh: bool) -> None:
+    """Add `grad` to `leaf.grad`: in place if there is one, else as a new contiguous array."""
+    if leaf.grad is not None:
+        leaf.grad += grad
+    elif fresh and type(grad) is np.ndarray and grad.flags.c_contiguous:
+        leaf.grad = grad
+    else:
+        leaf.grad = module_of(grad).array(grad, order="C")
+
+
+def deliver(source: Source, grad: Array, fresh: bool) -> None:
+    """Add `grad` to what `source` has got so far.  `fresh`: nobody else holds this array."""
+    kind = source.__class__
+    if kind is Node and source.outputs is None:
+        if source.grad is None:
+            source.grad, source.owned = grad, fresh
+        else:
+            source.grad, source.owned = _sum(source.grad, source.owned, grad, fresh), True
+    elif kind is Node or kind is Port:
+        node, index = (source, 0) if kind is Node else (source.node, source.index)
+        if node.grad is None:
+            node.grad = [None] * len(node.outputs)
+            node.owned = [False] * len(node.outputs)
+        if node.grad[index] is None:
+            node.grad[index], node.owned[index] = grad, fresh
+        else:
+            total = _sum(node.grad[index], node.owned[index], grad, fresh)
+            node.grad[index], node.owned[index] = total, True
+    else:
+        accumulate(source, grad, fresh)
+
+
+def _sum(old: Array, old_owned: bool, new: Array, new_owned: bool) -> Array:
+    """Return old + new, in place in one of them if it may be written."""
+    if old_owned:
+        old += new
+        return old
+    if new_owned:
+        new += old
+        return new
+    return old + new
+
+
+def _collect(roots: Iterable[Source], mark: int, counts: dict[Any, int] | None) -> list[Node]:
+    """Return the nodes that the roots depend on, by ascending number.
+
+    Counts in `counts` how often each leaf with hooks is used by them.
+    Raises GraphError if one of them was consumed by an earlier backward.
+    """
+    stack = [root for root in roots if root is not None]
+    found = []
+    while stack:
+        node = stack.pop()
+        if node.__class__ is Port:
+            node = node.node
+        elif node.__class__ is not Node:
+            if counts is not None and node.hooks:
+                counts[node] = counts.get(node, 0) + 1
+            continue
+        if node.mark == mark:
+            continue
+        node.mark = mark
+        if node.vjp is None:
+            raise GraphError(
+                explain(
+                    "backward", f"node {node.number}",
+                    "a part of this graph was already consumed by an earlier backward",
+                    "Call mpipar.autograd.backward(first, second) once for all losses, or run "
+                    "forward again, or .detach() the value that is reused",
+                )
+            )  # fmt: skip
+        found.append(node)
+        for source in node.inputs:
+            if source is not None:
+                stack.append(source)
+    found.sort(key=attrgetter("number"))
+    return found
+
+
+def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool = True) -> None:
+    """Run backward from the roots and from the tape's collectives numbered up to `number`.
+
+    roots: pairs (source, gradient).  The gradients are not written to.  With `hooks` False the
+    hooks of leaves do not fire: an enclosing backward does it.
+    """
+    collectives = tape.up_to(number)
+    counts: dict[Any, int] = {}
+    state.mark += 1
+    starts = [source for source, _ in roots] + collectives
+    order = _collect(starts, state.mark, counts if hooks else None)
+    if collectives:
+        tape.collectives = [node for node in tape.collectives if node.number > number]
+    for source, grad in roots:
+        if source is not None:
+            deliver(source, grad, False)
+            _used(source, counts)
+    before, state.enabled = state.enabled, False
+    try:
+        _consume(order, counts)
+    finally:
+        state.enabled = before
+
+
+def _consume(order: list[Node], counts: dict[Any, int]) -> None:
+    """Run the vjps of the nodes from the last to the first; each is forgotten before it runs."""
+    pumps = state.pumps
+    while order:
+        node = order.pop()
+        grad, vjp, inputs = node.grad, node.vjp, node.inputs
+        node.grad = node.vjp = None
+        node.inputs = ()
+        if node.outputs is not None:
+            grad = _complete(node, grad)
+        if grad is not None:
+            if vjp.__class__ is tuple:
+                for source, function in zip(inputs, vjp):  # noqa: B905 (same length, hot)
+                    if source is None:
+                        continue
+                    new = function(grad)
+                    fresh = new is not grad and new.base is None
+                    if source.__class__ is Node and source.outputs is None and source.grad is None:
+                        source.grad, source.owned = new, fresh
+                    else:
+                        deliver(source, new, fresh)
+            else:
+                news = vjp(*grad) if grad.__class__ is list else vjp(grad)
+                for source, new in zip(inputs, news):  # noqa: B905
+                    if source is not None and new is not None:
+                        deliver(source, new, _is_fresh(new, grad))
+                news = None
+        grad = vjp = new = None
+        if counts:
+            for source in inputs:
+                _used(source, counts)
+        for pump in pumps:
+            pump()
+
+
+def _is_fresh(new: Array, grad: Any) -> bool:
+    """Say whether a vjp's result is a new array: it is no view and not what came in."""
+    if new.base is not None:
+        return False
+    return all(new is not g for g in grad) if grad.__class__ is list else new is not grad
+
+
+def _complete(node: Node, grads: list[Any] | None) -> list[Any] | None:
+    """Return the gradients of all outputs, zeros where none arrived; None if it need not run."""
+    assert node.outputs is not None
+    if grads is None:
+        if not node.collective:
+            return None
+        grads = [None] * len(node.outputs)
+    for index, (xp, shape, dtype) in enumerate(node.outputs):
+        if grads[index] is None:
+            grads[index] = xp.zeros(shape, dtype)
+    return grads
+
+
+def _used(source: Source, counts: dict[Any, int]) -> None:
+    """Count one use of a leaf less; after the last one its hooks fire, if it has a gradient."""
+    if source.__class__ is Node or source.__class__ is Port or source not in counts:
+        return
+    counts[source] -= 1
+    if counts[source] == 0:
+        del counts[source]
+        if source.grad is not None:
+            for hook in tuple(source.hooks):
+                hook(source)
