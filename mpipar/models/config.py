@@ -1,0 +1,101 @@
+"""The numbers that define a model, checked when they are stated."""
+
+from dataclasses import dataclass
+
+from mpipar.arrays import DTYPES
+from mpipar.errors import ConfigError, explain
+
+MODELS = ("gpt2", "llama")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's sizes.  What is left at 0 or None is filled in and can be read afterwards.
+
+    seq is the context: the longest sequence that learned positions know (gpt2), and what
+    generation looks back on.  The width of the feed-forward layer, `hidden`, is 4 * dim for gpt2
+    and 8/3 * dim, rounded up to a multiple of 32, for llama (as many weights, in three matrices).
+    """
+
+    model: str = "gpt2"  # "gpt2" or "llama"
+    vocab: int = 256
+    layers: int = 4
+    dim: int = 256
+    heads: int = 8
+    kv_heads: int = 0  # 0: as many as heads; fewer: grouped-query attention
+    seq: int = 256
+    hidden: int = 0
+    dropout: float = 0.0
+    tied: bool | None = None  # output layer = token embedding; None: True for gpt2
+    seed: int = 0
+    dtype: str = "float32"
+    rotary_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        """Fill in what depends on other sizes; raise ConfigError for what cannot be built."""
+        _choice("model", self.model, MODELS)
+        _choice("dtype", self.dtype, DTYPES)
+        for name in ("vocab", "layers", "dim", "heads", "seq"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("kv_heads", "hidden"):
+            _at_least(name, getattr(self, name), 0)
+        derived = {
+            "kv_heads": self.kv_heads or self.heads,
+            "hidden": self.hidden or default_hidden(self.model, self.dim),
+            "tied": self.model == "gpt2" if self.tied is None else self.tied,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        self._check_heads()
+        if not 0.0 <= self.dropout < 1.0:
+            rule = "it is a probability below 1"
+            raise ConfigError(explain("dropout", self.dropout, rule, "Pass 0 <= dropout < 1"))
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def residual_std(self) -> float:
+        """The standard deviation of weights that write to the residual stream (GPT-2)."""
+        return STD / (2 * self.layers) ** 0.5
+
+    def _check_heads(self) -> None:
+        if self.dim % self.heads:
+            rule = f"heads divide dim={self.dim}"
+            raise ConfigError(explain("heads", self.heads, rule, _nearest(self.heads, self.dim)))
+        if self.heads % self.kv_heads:
+            rule = f"kv_heads divide heads={self.heads}"
+            fix = _nearest(self.kv_heads, self.heads)
+            raise ConfigError(explain("kv_heads", self.kv_heads, rule, fix))
+        if self.model == "llama" and self.head_dim % 2:
+            rule = f"rotary positions turn pairs, but a head is dim / heads = {self.head_dim} wide"
+            raise ConfigError(explain("heads", self.heads, rule, "Make dim / heads even"))
+
+
+STD = 0.02  # of all weights that do not write to the residual stream
+
+
+def default_hidden(model: str, dim: int) -> int:
+    """Return the default width of the feed-forward layer."""
+    return 4 * dim if model == "gpt2" else -(-8 * dim // 96) * 32
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        rule = f"it is one of {', '.join(choices)}"
+        raise ConfigError(explain(name, value, rule, "Choose one of them"))
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(explain(name, value, f"it is at least {low}", "Choose a larger value"))
+
+
+def _nearest(value: int, whole: int) -> str:
+    """Name the divisors of `whole` next to `value`."""
+    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+    below = [d for d in divisors if d < value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return f"Nearest that work: {', '.join(map(str, below + above))}"

@@ -1,0 +1,64 @@
+"""Continue a sequence token by token, each drawn from what the model predicts.
+
+Without a cache of keys and values: every token costs one forward pass over the context.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpipar import rng
+from mpipar.arrays import Array
+from mpipar.autograd import Tensor, no_grad
+from mpipar.errors import ConfigError, explain
+from mpipar.models.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompt: Array,
+    count: int,
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> np.ndarray:
+    """Return `count` tokens (count,) that follow the prompt (S,), S >= 1.
+
+    temperature: 0 takes the likeliest token, 1 draws from the model's distribution.  The draws
+    depend on the seed only.  The model looks back on config.seq tokens.
+    With parallel layers all ranks of their group call this, and `gather` makes this rank's part of
+    the logits (1, V local) whole; then all of them return the same tokens.
+    Raises ConfigError for an empty prompt, a token outside the vocabulary or a negative number.
+    """
+    if np.ndim(prompt) != 1 or len(prompt) == 0:
+        rule = "the model continues one sequence of at least one token"
+        raise ConfigError(explain("prompt.shape", np.shape(prompt), rule, "Pass (S,), S >= 1"))
+    if temperature < 0 or count < 0:
+        rule = "neither is negative"
+        raise ConfigError(explain("(temperature, count)", (temperature, count), rule, "Pass >= 0"))
+    tokens = np.empty(len(prompt) + count, np.int64)
+    tokens[: len(prompt)] = prompt
+    draws = rng.uniform(rng.key(seed, "generate"), np.arange(count, dtype=np.uint64))
+    was_training = model.training
+    model.eval()
+    try:
+        with no_grad():
+            for number, draw in enumerate(draws):
+                stop = len(prompt) + number
+                context = tokens[max(0, stop - model.config.seq) : stop]
+                last = model(context[None])[:, -1]  # (1, V local)
+                logits = np.asarray(last if gather is None else gather(last), np.float64)[0]
+                tokens[stop] = choose(logits, temperature, draw)
+    finally:
+        model.train(was_training)
+    return tokens[len(prompt) :]
+
+
+def choose(logits: np.ndarray, temperature: float, draw: float) -> int:
+    """Return the token whose part of the cumulative distribution holds draw, in [0, 1)."""
+    if temperature == 0.0:
+        return int(logits.argmax())
+    weights = np.exp((logits - logits.max()) / temperature)  # (V,)
+    cumulative = weights.cumsum()
+    return int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))

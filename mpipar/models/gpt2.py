@@ -1,0 +1,86 @@
+"""The GPT-2 family: learned positions, layer norm before each half of a block, GELU.
+
+    x = tokens + positions
+    x = x + projection(attention(norm1(x)))         each of the `layers` blocks
+    x = x + down(gelu(up(norm2(x))))
+    logits = norm(x) E^T                            E: the token embedding, tied by default
+
+Radford et al., Language Models are Unsupervised Multitask Learners, 2019: weights normal with
+standard deviation 0.02, those that write to the residual stream scaled by 1/sqrt(2 * layers),
+biases zero, GELU by tanh.
+"""
+
+from mpipar.arrays import Array
+from mpipar.autograd import Tensor
+from mpipar.autograd import functional as F
+from mpipar.models.attention import SelfAttention
+from mpipar.models.config import STD, ModelConfig
+from mpipar.models.factories import Factories
+from mpipar.models.transformer import Block, Transformer
+from mpipar.nn.embedding import Embedding, check_ids
+from mpipar.nn.module import Module
+from mpipar.nn.norm import LayerNorm
+
+
+class MLP(Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, config: ModelConfig, name: str, make: Factories) -> None:
+        """Build `up` and `down` under the global name `name`."""
+        seed, dtype = config.seed, config.dtype
+        self.up = make.linear(
+            "column",
+            config.dim,
+            config.hidden,
+            bias=True,
+            seed=seed,
+            name=f"{name}.up",
+            std=STD,
+            dtype=dtype,
+        )
+        self.down = make.linear(
+            "row",
+            config.hidden,
+            config.dim,
+            bias=True,
+            seed=seed,
+            name=f"{name}.down",
+            std=config.residual_std,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (B, S, C) to (B, S, C)."""
+        return self.down(F.gelu(self.up(x)))  # (B, S, hidden) in between
+
+
+class GPT2(Transformer):
+    """The model; `config.seq` positions are known."""
+
+    def __init__(self, config: ModelConfig, make: Factories) -> None:
+        """Build all layers."""
+        self.position_embedding = Embedding(
+            config.seq,
+            config.dim,
+            seed=config.seed,
+            name="position_embedding",
+            std=STD,
+            dtype=config.dtype,
+        )
+        super().__init__(config, make, LayerNorm)
+
+    def block(self, make: Factories, name: str) -> Block:
+        """Build a block with biases and a GELU MLP."""
+        attention = SelfAttention(self.config, f"{name}.attention", make, bias=True, rotary=False)
+        mlp = MLP(self.config, f"{name}.mlp", make)
+        return Block(self.config, name, LayerNorm, attention, mlp)
+
+    def embed(self, tokens: Array, positions: Array) -> Tensor:
+        """Return tokens and positions added: (B, S, C).
+
+        Raises ConfigError for a token outside the vocabulary or a position beyond config.seq.
+        """
+        check_ids("tokens", tokens, self.config.vocab)
+        check_ids("positions", positions, self.config.seq)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        return self.dropout(x, positions)

@@ -1,0 +1,68 @@
+"""The Llama family: rotary positions, RMS norm before each half of a block, SwiGLU, no biases.
+
+    x = tokens
+    x = x + projection(attention(rotate(q), rotate(k), v))      q, k, v of norm1(x)
+    x = x + down(silu(gate) * up)                               gate, up of norm2(x), one product
+    logits = norm(x) H^T                                        H: a table of its own by default
+
+Touvron et al., Llama 2, 2023 (grouped-query attention); Shazeer, GLU Variants Improve Transformer,
+2020.  Initial weights as for GPT-2.
+"""
+
+from mpipar.autograd import Tensor
+from mpipar.autograd import functional as F
+from mpipar.models.attention import SelfAttention
+from mpipar.models.config import STD, ModelConfig
+from mpipar.models.factories import Factories
+from mpipar.models.transformer import Block, Transformer
+from mpipar.nn.module import Module
+from mpipar.nn.norm import RMSNorm
+
+
+class GatedMLP(Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one weight."""
+
+    def __init__(self, config: ModelConfig, name: str, make: Factories) -> None:
+        """Build `gate_up` and `down` under the global name `name`."""
+        seed, dtype = config.seed, config.dtype
+        self.gate_up = make.linear(
+            "column",
+            config.dim,
+            2 * config.hidden,
+            bias=False,
+            seed=seed,
+            name=f"{name}.gate_up",
+            std=STD,
+            dtype=dtype,
+            parts=(config.hidden, config.hidden),
+        )
+        self.down = make.linear(
+            "row",
+            config.hidden,
+            config.dim,
+            bias=False,
+            seed=seed,
+            name=f"{name}.down",
+            std=config.residual_std,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (B, S, C) to (B, S, C)."""
+        fused = self.gate_up(x)  # (B, S, 2 * local hidden)
+        gate, up = F.split(fused, fused.shape[-1] // 2, dim=-1)
+        return self.down(F.swiglu(gate, up))
+
+
+class Llama(Transformer):
+    """The model; sequences may be longer than `config.seq`."""
+
+    def __init__(self, config: ModelConfig, make: Factories) -> None:
+        """Build all layers."""
+        super().__init__(config, make, RMSNorm)
+
+    def block(self, make: Factories, name: str) -> Block:
+        """Build a block with rotary attention and a gated MLP."""
+        attention = SelfAttention(self.config, f"{name}.attention", make, bias=False, rotary=True)
+        mlp = GatedMLP(self.config, f"{name}.mlp", make)
+        return Block(self.config, name, RMSNorm, attention, mlp)

@@ -1,0 +1,118 @@
+"""What both model families share: the way from tokens to logits, the loss, and the cost.
+
+    tokens (B, S) --embed--> (B, S, C) --blocks--> (B, S, C) --logits--> (B, S, V)
+
+`embed`, each of `blocks`, and `logits` are the places where a pipeline may cut.
+Invariants: activations between blocks are whole on every rank of a tensor-parallel group; the
+loss is a SUM over this rank's tokens, so that sums over ranks and micro-batches are exact.
+"""
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array
+from mpipar.autograd import Tensor
+from mpipar.models.config import STD, ModelConfig
+from mpipar.models.factories import Factories
+from mpipar.nn.dropout import Dropout
+from mpipar.nn.embedding import check_ids
+from mpipar.nn.module import Module
+from mpipar.nn.norm import LayerNorm, RMSNorm
+
+Norm = LayerNorm | RMSNorm
+IGNORE = -100  # a target that does not count
+
+
+class Block(Module):
+    """Attention and feed-forward layer, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, name: str, norm: type[Norm], attention: Module, mlp: Module
+    ) -> None:
+        """Take the two halves, built under the global name `name`."""
+        self.norm1 = norm(config.dim, name=f"{name}.norm1", dtype=config.dtype)
+        self.attention = attention
+        self.dropout1 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout1")
+        self.norm2 = norm(config.dim, name=f"{name}.norm2", dtype=config.dtype)
+        self.mlp = mlp
+        self.dropout2 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout2")
+
+    def forward(self, x: Tensor, positions: Array) -> Tensor:
+        """Map x (B, S, C) at global positions (S,) or (B, S) to (B, S, C)."""
+        x = x + self.dropout1(self.attention(self.norm1(x), positions), positions)
+        return x + self.dropout2(self.mlp(self.norm2(x)), positions)
+
+
+class Transformer(Module):
+    """Base of the model families: a subclass says what a block and a norm are."""
+
+    def __init__(self, config: ModelConfig, make: Factories, norm: type[Norm]) -> None:
+        """Build all layers."""
+        self.config = config
+        self.cross_entropy = make.cross_entropy
+        self.token_embedding = self._table(make, "token_embedding")
+        self.dropout = Dropout(config.dropout, seed=config.seed, name="dropout")
+        self.blocks = [self.block(make, f"blocks.{index}") for index in range(config.layers)]
+        self.norm = norm(config.dim, name="norm", dtype=config.dtype)
+        self.head = None if config.tied else self._table(make, "head")
+
+    def block(self, make: Factories, name: str) -> Block:
+        """Build the block of the global name `name`; a subclass defines it."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Array, positions: Array | None = None) -> Tensor:
+        """Return the logits (B, S, V) of tokens (B, S), integers.
+
+        positions: global positions (S,) or (B, S) of the tokens, where they are not 0..S-1.
+        Raises ConfigError for a token outside the vocabulary.
+        """
+        if positions is None:
+            positions = np.arange(tokens.shape[1])
+        x = self.embed(tokens, positions)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.logits(x)
+
+    def embed(self, tokens: Array, positions: Array) -> Tensor:
+        """Return the first activations (B, S, C)."""
+        check_ids("tokens", tokens, self.config.vocab)
+        return self.dropout(self.token_embedding(tokens), positions)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the last activations (B, S, C), or this rank's part of them."""
+        table = self.token_embedding if self.head is None else self.head
+        return table.logits(self.norm(x))
+
+    def loss(
+        self, tokens: Array, targets: Array, positions: Array | None = None
+    ) -> tuple[Tensor, int]:
+        """Return (sum of the losses, number of targets that count); the rest are -100.
+
+        Raises ConfigError for a token or target outside the vocabulary.
+        """
+        check_ids("targets", targets, self.config.vocab, IGNORE)
+        total = self.cross_entropy(self(tokens, positions), targets, reduction="sum")
+        return total, int((targets != IGNORE).sum())
+
+    def flops_per_token(self, seq: int) -> float:
+        """Return the arithmetic of forward and backward for one token: 6 N + 6 L s d.
+
+        N counts global parameters that multiply every token: position and token embeddings are
+        only looked up, except for a tied one, which is also the output layer.  A causal mask
+        halves the attention: L layers * 2 products * s/2 keys * 2 d, three times (backward twice).
+        """
+        looked_up = {"position_embedding.weight"}
+        if self.head is not None:
+            looked_up.add("token_embedding.weight")
+        weights = sum(
+            prod(parameter.spec.shape)
+            for parameter in self.parameters()
+            if parameter.spec.name not in looked_up
+        )
+        return 6.0 * weights + 6.0 * self.config.layers * seq * self.config.dim
+
+    def _table(self, make: Factories, name: str) -> Any:
+        c = self.config
+        return make.embedding(c.vocab, c.dim, seed=c.seed, name=name, std=STD, dtype=c.dtype)

@@ -1,0 +1,130 @@
+"""Parameter and Module: a tree of attributes, read by walking it.  There is no registry.
+
+A Module's members are its attributes that are Parameters or Modules, or lists, tuples and dicts of
+those.  The name of a parameter is its attribute path, as in PyTorch:
+`blocks.0.attention.qkv.weight`.  A parameter that can be reached by two paths (a tied weight) counts once, under the first.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpipar.arrays import Array, module_of
+from mpipar.autograd import Tensor
+from mpipar.errors import ConfigError, explain
+from mpipar.nn.spec import Spec
+
+
+class Parameter(Tensor):
+    """A Tensor that is trained; `spec` says which block of which global array it holds."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, data: Array, spec: Spec | None = None) -> None:
+        """Take the local block.  spec=None: the whole of an array without a name."""
+        super().__init__(data, requires_grad=True)
+        self.spec = Spec.replicated("", self.data.shape) if spec is None else spec
+
+
+class Module:
+    """Base of layers and models: a subclass sets attributes and defines `forward`."""
+
+    training: bool = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs; a subclass defines it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def named_modules(self) -> Iterator[tuple[str, "Module"]]:
+        """Yield (path, module) of this module ("") and all below it, each once, parents first."""
+        seen: set[int] = set()
+        stack: list[tuple[str, Module]] = [("", self)]
+        while stack:
+            path, module = stack.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield path, module
+            below = [(_join(path, n), m) for n, m in module._members() if isinstance(m, Module)]
+            stack.extend(reversed(below))
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield (path, parameter), each parameter once."""
+        seen: set[int] = set()
+        for path, module in self.named_modules():
+            for name, member in module._members():
+                if isinstance(member, Parameter) and id(member) not in seen:
+                    seen.add(id(member))
+                    yield _join(path, name), member
+
+    def modules(self) -> Iterator["Module"]:
+        """Yield this module and all below it."""
+        for _, module in self.named_modules():
+            yield module
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters, each once."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return {path: array} of all parameters: local blocks, the very arrays in use."""
+        return {name: parameter.data for name, parameter in self.named_parameters()}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Copy local blocks into the parameters, in place, in the parameters' dtypes.
+
+        strict=False ignores missing and unexpected names.
+        Raises ConfigError naming what is missing, unexpected, or of another shape; then nothing
+        was copied.
+        """
+        own = dict(self.named_parameters())
+        problems = [f"{name} is missing" for name in own if strict and name not in state]
+        problems += [f"{name} is unexpected" for name in state if strict and name not in own]
+        for name in own.keys() & state.keys():
+            given, shape = tuple(state[name].shape), own[name].data.shape
+            if given != shape:
+                problems.append(f"{name} has shape {given}, needed {shape}")
+        if problems:
+            rule = f"{len(problems)} names or shapes do not fit {type(self).__name__}"
+            raise ConfigError(explain("state", sorted(problems), rule, "Load this model's state"))
+        for name in own.keys() & state.keys():
+            array = own[name].data
+            array[...] = module_of(array).asarray(state[name])
+
+    def train(self, mode: bool = True) -> "Module":
+        """Set `training` here and below (dropout acts); returns self."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self) -> "Module":
+        """Unset `training` here and below; returns self."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _members(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, Parameter or Module) of the attributes, containers opened."""
+        for name, value in vars(self).items():
+            yield from _open(name, value)
+
+
+def _open(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Parameter | Module):
+        yield name, value
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _open(f"{name}.{number}", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _open(f"{name}.{key}", item)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
