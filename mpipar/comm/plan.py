@@ -24,6 +24,7 @@ from mpipar.schedule import CommSchedule, Recv, Send
 
 INPUT, OUTPUT, KEEP, SCRATCH = 0, 1, 2, 3  # SCRATCH is 3 for even steps and 4 for odd ones
 SPACES = 5
+ADDS_ALL_AT_ONCE = ("direct", "linear")
 
 
 class Place(NamedTuple):
@@ -71,7 +72,7 @@ class Plan:
     steps: list[Step]
     copies: list[Fold]  # input chunks that are part of the result untouched
     sizes: list[int]
-    divides: bool  # every addition has all ranks' operands: a mean is divided inside it
+    divides: bool  # every addition has all ranks' operands, so a mean is divided inside it
 
 
 class Layout(NamedTuple):
@@ -96,7 +97,6 @@ class _Compiler:
         self.sizes[INPUT] = max((place.stop for place in self.where.values()), default=0)
         self.sizes[OUTPUT] = max((place.stop for place in self.target.values()), default=0)
         self.folded: set[int] = set()  # chunks that the previous step adds
-        self.divides = True
 
     def compile(self) -> Plan:
         steps = [
@@ -108,7 +108,8 @@ class _Compiler:
             for chunk, target in self.target.items()
             if target.space == OUTPUT and self.where[chunk].space == INPUT
         ]
-        return Plan(steps, _merge_folds(copies), self.sizes, self.divides)
+        divides = self.schedule.algorithm in ADDS_ALL_AT_ONCE
+        return Plan(steps, _merge_folds(copies), self.sizes, divides)
 
     def _place(self, chunk: int, space: int, starts: dict[int, int]) -> Place:
         block, part = divmod(chunk, self.schedule.parts)
@@ -169,7 +170,6 @@ class _Compiler:
             terms.sort()
             out = moved[chunk] = self._home(chunk)
             folds.append(Fold(out, tuple(place for _, place in terms)))
-            self.divides &= len(terms) in (1, self.schedule.ranks)
         step.folds = _merge_folds(folds)
         self.where.update(moved)
         self.folded = set(operands)

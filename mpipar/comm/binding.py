@@ -1,0 +1,54 @@
+"""Arrays as blocks one behind the other: cutting along any dimension, and joining again.
+
+A schedule moves blocks that are contiguous.  Along dimension 0 an array is that already, and
+nothing is copied; along any other one its blocks are packed first, or unpacked afterwards.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpipar.comm.buffers import flat
+from mpipar.errors import BufferMismatchError, explain
+from mpipar.partition import offsets
+
+
+def axis(dim: int, ndim: int, parameter: str = "dim") -> int:
+    """Return `dim` as 0 <= dim < ndim.  Raises BufferMismatchError if there is no such one."""
+    if not -ndim <= dim < ndim:
+        raise BufferMismatchError(
+            explain(parameter, dim, f"the array has {ndim} dimensions", "Choose one of them")
+        )
+    return dim % ndim
+
+
+def with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """Return the shape with another size along `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def is_outermost(shape: Sequence[int], dim: int) -> bool:
+    """Say whether blocks along `dim` are contiguous in memory."""
+    return math.prod(shape[:dim]) == 1
+
+
+def pack(x: np.ndarray, dim: int, sizes: Sequence[int]) -> np.ndarray:
+    """Return the blocks of `x` along `dim`, flat, one behind the other."""
+    if is_outermost(x.shape, dim):
+        return flat(x)
+    packed = np.empty(x.size, x.dtype)
+    rest = x.size // max(1, x.shape[dim])
+    for start, size in zip(offsets(sizes), sizes, strict=True):
+        block = packed[start * rest : (start + size) * rest]
+        part = x[(slice(None),) * dim + (slice(start, start + size),)]
+        np.copyto(block.reshape(part.shape), part)
+    return packed
+
+
+def unpack(packed: np.ndarray, out: np.ndarray, dim: int, sizes: Sequence[int]) -> None:
+    """Write the flat blocks to their places along `dim` of `out`."""
+    rest = out.size // max(1, out.shape[dim])
+    for start, size in zip(offsets(sizes), sizes, strict=True):
+        part = out[(slice(None),) * dim + (slice(start, start + size),)]
+        np.copyto(part, packed[start * rest : (start + size) * rest].reshape(part.shape))

@@ -1,0 +1,115 @@
+"""Which algorithm "auto" takes, and how finely its messages are cut.
+
+The choice depends only on values that the whole group agrees on: the collective, the bytes, the
+number of ranks and the node layout.  A table measured by `mpipar bench collectives --tune` replaces
+the built-in rules where it has an entry; rank 0 reads it and broadcasts it.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpipar.comm.node import Nodes
+from mpipar.errors import ConfigError, explain
+
+SEGMENT_BYTES = 1 << 20  # a segment and its sum stay in a core's cache
+MOST_SEGMENTS = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An algorithm and the number of segments of each of its chunks."""
+
+    algorithm: str
+    segments: int = 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured choices: for (collective, ranks), pairs of (up to this many bytes, algorithm)."""
+
+    rows: dict[tuple[str, int], tuple[tuple[float, str], ...]]
+
+    def find(self, collective: str, ranks: int, nbytes: int) -> str | None:
+        """Return the measured algorithm, or None where nothing was measured."""
+        for limit, algorithm in self.rows.get((collective, ranks), ()):
+            if nbytes <= limit:
+                return algorithm
+        return None
+
+
+def table_path() -> Path:
+    """Return where the machine's table lies: MPIPAR_TUNING, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    return Path(os.environ.get("MPIPAR_TUNING", str(Path(cache) / "mpipar" / "tuning.json")))
+
+
+def read_table(path: Path) -> Table:
+    """Read a table; a missing file is an empty table.
+
+    Raises ConfigError if the file is not a table.
+    """
+    if not path.is_file():
+        return Table({})
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return Table(
+            {
+                (row["collective"], int(row["ranks"])): tuple(
+                    (float("inf") if limit is None else float(limit), str(algorithm))
+                    for limit, algorithm in row["choices"]
+                )
+                for row in rows
+            }
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            explain("MPIPAR_TUNING", str(path), "it is not a tuning table", "Delete or measure it")
+        ) from error
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write a table where `read_table` finds it."""
+    rows = [
+        {
+            "collective": collective,
+            "ranks": ranks,
+            "choices": [[None if limit == float("inf") else limit, name] for limit, name in pairs],
+        }
+        for (collective, ranks), pairs in sorted(table.rows.items())
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+def choose(collective: str, nbytes: int, ranks: int, nodes: Nodes, table: Table) -> str:
+    """Return the algorithm for a collective on `nbytes` bytes (the whole vector, all blocks)."""
+    measured = table.find(collective, ranks, nbytes)
+    if measured is not None:
+        return measured
+    small = nbytes <= 16384
+    match collective:
+        case "all_reduce":
+            if nodes.count > 1 and nodes.sizes is not None and nodes.count < ranks and not small:
+                return "hierarchical"
+            return "recursive_doubling" if small else "ring"
+        case "reduce_scatter":
+            return "recursive_halving" if small else "ring"
+        case "all_gather":
+            return "bruck" if small else "ring"
+        case "all_to_all":
+            return "bruck" if nbytes <= 256 * ranks and ranks > 8 else "pairwise"
+        case "broadcast":
+            return "tree" if small or ranks <= 2 else "scatter_all_gather"
+        case "barrier":
+            return "dissemination"
+        case "shift":
+            return "ring"
+    return "tree" if small else "linear"
+
+
+def segments(chunk_bytes: int, segment_bytes: int | None) -> int:
+    """Return how many parts a chunk is cut into, so that adding overlaps with receiving."""
+    target = SEGMENT_BYTES if segment_bytes is None else segment_bytes
+    return max(1, min(MOST_SEGMENTS, -(-chunk_bytes // max(1, target))))
