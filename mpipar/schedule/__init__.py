@@ -15,8 +15,12 @@ from mpipar.schedule import (  # noqa: F401  (each enters its algorithms into th
     tree,
 )
 from mpipar.schedule.core import COLLECTIVES, CommSchedule, Op, Recv, RecvReduce, Round, Send
+from mpipar.schedule.mutate import Mutant, mutants, survivors
 from mpipar.schedule.registry import Generator, algorithms, generators, make
+from mpipar.schedule.replay import replay
 from mpipar.schedule.segment import segment
+from mpipar.schedule.text import describe
+from mpipar.schedule.transpose import transpose
 from mpipar.schedule.verify import Counts, count, verify
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "CommSchedule",
     "Counts",
     "Generator",
+    "Mutant",
     "Op",
     "Recv",
     "RecvReduce",
@@ -31,8 +36,13 @@ __all__ = [
     "Send",
     "algorithms",
     "count",
+    "describe",
     "generators",
     "make",
+    "mutants",
+    "replay",
     "segment",
+    "survivors",
+    "transpose",
     "verify",
 ]

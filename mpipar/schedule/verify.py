@@ -6,8 +6,8 @@ reduced chunk must be.  Two masks that overlap mean that something is added twic
 
 Checked: both ends of every message list the same chunks in the same order; every rank ends, with
 synchronous sends and so with eager ones; no message has only one end; nothing is read before it is
-there; nothing is received that is not used or that the rank had already; and every rank ends with
-exactly the collective's result.  With `ordered`, operands also meet in rank order only.
+there; nothing is received that is not used; and every rank ends with exactly the collective's
+result.  With `ordered`, operands also meet in rank order only.
 
 Each chunk is followed on its own, and one mask operation stands for one addition: the time is
 proportional to the number of operations of the schedule, on all ranks together.
@@ -43,12 +43,6 @@ def verify(schedule: CommSchedule, ordered: bool = False) -> None:
                 )
                 raise fault(schedule, what, "Add neighbouring runs of ranks, the lower one first")
             total |= mask
-        if place.values.get(chunk) == total:
-            what = (
-                f"useless message: {place} receives chunk {chunk} from rank {operands[0][0]}, "
-                "but has that value already"
-            )
-            raise fault(schedule, what, "Leave the message out")
         return total
 
     start = [_start(schedule, rank) for rank in range(schedule.ranks)]
