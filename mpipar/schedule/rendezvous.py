@@ -38,6 +38,7 @@ class Place:
         "sends",
         "unread",
         "values",
+        "whence",
     )
 
     def __init__(self, rank: int, rounds: Iterator[Round], values: State) -> None:
@@ -51,23 +52,31 @@ class Place:
         self.receives: dict[int, list[Op]] = {}  # by peer: the operations that await its message
         self.arrived: dict[int, Operands] = {}  # by chunk: what came in this round
         self.replaced: set[int] = set()  # chunks whose own value a Recv of this round replaces
-        self.unread: dict[int, str] = {}  # chunks received and not used since: where
+        self.unread = set(values)  # chunks whose values were neither sent nor added to since
+        self.whence: dict[int, tuple[int, int]] = {}  # by chunk: (peer, round) of the last receive
 
     def __str__(self) -> str:
         """Return the words that an error names the place by."""
         return f"rank {self.rank} in round {self.number}"
+
+    def origin(self, chunk: int) -> str:
+        """Say where the value of a chunk comes from."""
+        if chunk not in self.whence:
+            return f"which rank {self.rank} had from the start"
+        peer, number = self.whence[chunk]
+        return f"which rank {self.rank} received from rank {peer} in round {number}"
 
 
 # Makes a chunk's new value of the operands that meet there; the place still holds the old one.
 Combine = Callable[[Place, int, Operands], Value]
 
 
-def execute(schedule: CommSchedule, start: list[State], combine: Combine) -> list[State]:
-    """Run every rank to its end and return the values that each holds then, by chunk.
+def execute(schedule: CommSchedule, start: list[State], combine: Combine) -> list[Place]:
+    """Run every rank to its end and return where each is then, with the values that it holds.
 
     Raises ScheduleError, naming rounds, ranks and chunk: for a message whose ends differ, a
     deadlock, a message with only one end, a value that is read before it is there, or one that is
-    received and never used.
+    lost: brought or received, and never used.
     """
     places = [Place(r, schedule.rounds(r), start[r]) for r in range(schedule.ranks)]
     ready = deque(places)
@@ -92,9 +101,9 @@ def execute(schedule: CommSchedule, start: list[State], combine: Combine) -> lis
     if not all(place.ended for place in places):
         raise fault(schedule, _deadlock(schedule, places), "Give every message both its ends")
     for place in places:
-        for chunk in place.unread.keys() - set(schedule.final(place.rank)):
-            raise _useless(schedule, place, chunk)
-    return [place.values for place in places]
+        for chunk in sorted(place.unread.difference(schedule.final(place.rank))):
+            raise _lost(schedule, place, chunk, "and the rank has ended")
+    return places
 
 
 def fault(schedule: CommSchedule, what: str, fix: str) -> ScheduleError:
@@ -114,7 +123,7 @@ def _post(schedule: CommSchedule, place: Place, ops: Round) -> None:
             if chunk not in values:
                 what = f"{place} sends chunk {chunk} to rank {peer}, but has no value for it yet"
                 raise fault(schedule, what, "Receive it before")
-            place.unread.pop(chunk, None)
+            place.unread.discard(chunk)
             place.sends.setdefault(peer, []).append(chunk)
             continue
         if type(op) is Recv:
@@ -147,28 +156,26 @@ def _meet(schedule: CommSchedule, source: Place, target: Place) -> bool:
 def _finish(schedule: CommSchedule, place: Place, combine: Combine) -> None:
     """Give the chunks that were received in a round their new values."""
     for chunk, operands in place.arrived.items():
-        whence = f"rank {operands[0][0]} in round {place.number}"
+        peer = operands[0][0]
         if chunk not in place.replaced:
             if chunk not in place.values:
-                what = f"{place} adds chunk {chunk} from {whence} to a value that is not there yet"
+                what = f"{place} adds chunk {chunk} from rank {peer} to a value that is not there"
                 raise fault(schedule, what, "Receive it with Recv")
             operands.append((place.rank, place.values[chunk]))
         elif chunk in place.unread:
-            raise _useless(schedule, place, chunk)
+            raise _lost(schedule, place, chunk, f"when {place} replaces it")
         if len(operands) > 1:
             operands.sort(key=itemgetter(0))
         place.values[chunk] = combine(place, chunk, operands)
-        place.unread[chunk] = whence
+        place.unread.add(chunk)
+        place.whence[chunk] = peer, place.number
     place.arrived.clear()
     place.replaced.clear()
 
 
-def _useless(schedule: CommSchedule, place: Place, chunk: int) -> ScheduleError:
-    what = (
-        f"useless message: chunk {chunk}, which rank {place.rank} received from "
-        f"{place.unread[chunk]}, is not used by round {place.number}"
-    )
-    return fault(schedule, what, "Leave the message out, or use what it brings")
+def _lost(schedule: CommSchedule, place: Place, chunk: int, when: str) -> ScheduleError:
+    what = f"chunk {chunk}, {place.origin(chunk)}, has not been used {when}"
+    return fault(schedule, what, "Send it, add to it, or leave the message out")
 
 
 def _deadlock(schedule: CommSchedule, places: list[Place]) -> str:

@@ -52,7 +52,7 @@ def replay(
         return fold(op, [value for _, value in operands])
 
     ends = execute(schedule, start, combine)
-    return [_result(schedule, rank, ends[rank], as_list) for rank in range(schedule.ranks)]
+    return [_result(schedule, place, as_list) for place in ends]
 
 
 def fold(op: Operation, values: list[Any]) -> Any:
@@ -107,9 +107,9 @@ def _start(schedule: CommSchedule, rank: int, x: Any, sizes: Sequence[int] | Non
     return dict(zip(chunks, values, strict=True))
 
 
-def _result(schedule: CommSchedule, rank: int, ends: State, as_list: bool) -> Any:
+def _result(schedule: CommSchedule, place: Place, as_list: bool) -> Any:
     """Return the blocks that a rank ends with: in one array, or in a list."""
-    values = [ends[chunk] for chunk in schedule.final(rank)]
+    values = [place.values[chunk] for chunk in schedule.final(place.rank)]
     if not values:
         return None
     if not as_list:

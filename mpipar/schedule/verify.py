@@ -16,7 +16,7 @@ proportional to the number of operations of the schedule, on all ranks together.
 from dataclasses import dataclass
 
 from mpipar.schedule.core import CommSchedule, Send
-from mpipar.schedule.rendezvous import Operands, Place, State, execute, fault
+from mpipar.schedule.rendezvous import Operands, Place, execute, fault
 
 
 def verify(schedule: CommSchedule, ordered: bool = False) -> None:
@@ -26,6 +26,8 @@ def verify(schedule: CommSchedule, ordered: bool = False) -> None:
 
     Raises ScheduleError naming the round, the ranks and the chunk at fault.
     """
+
+    lost: dict[int, str] = {}  # by chunk: where contributions were replaced, for the error
 
     def add(place: Place, chunk: int, operands: Operands) -> int:
         total = 0
@@ -43,27 +45,26 @@ def verify(schedule: CommSchedule, ordered: bool = False) -> None:
                 )
                 raise fault(schedule, what, "Add neighbouring runs of ranks, the lower one first")
             total |= mask
+        if place.values.get(chunk, 0) & ~total:
+            lost.setdefault(chunk, f"; {place} replaced it, and ranks {_ranks(total)} are left")
         return total
 
-    start = [_start(schedule, rank) for rank in range(schedule.ranks)]
-    for rank, values in enumerate(execute(schedule, start, add)):
-        for chunk in schedule.final(rank):
-            _check_result(schedule, rank, chunk, values.get(chunk))
+    ranks = range(schedule.ranks)
+    start = [dict.fromkeys(schedule.initial(rank), 1 << rank) for rank in ranks]
+    for place in execute(schedule, start, add):
+        for chunk in schedule.final(place.rank):
+            _check_result(schedule, place, chunk, lost.get(chunk, ""))
 
 
-def _start(schedule: CommSchedule, rank: int) -> State:
-    return dict.fromkeys(schedule.initial(rank), 1 << rank)
-
-
-def _check_result(schedule: CommSchedule, rank: int, chunk: int, value: int | None) -> None:
+def _check_result(schedule: CommSchedule, place: Place, chunk: int, lost: str) -> None:
+    value, expected = place.values.get(chunk), _expected(schedule, chunk)
     if value is None:
-        what = f"rank {rank} ends without chunk {chunk}"
+        what = f"rank {place.rank} ends without chunk {chunk}"
         raise fault(schedule, what, "Send it there")
-    expected = _expected(schedule, chunk)
     if value != expected:
         what = (
-            f"rank {rank} ends with the contributions of ranks {_ranks(value)} in chunk {chunk}; "
-            f"it should be ranks {_ranks(expected)}"
+            f"rank {place.rank} ends with the contributions of ranks {_ranks(value)} in chunk "
+            f"{chunk}, {place.origin(chunk)}; it should be ranks {_ranks(expected)}{lost}"
         )
         raise fault(schedule, what, "Route what is missing there")
 
