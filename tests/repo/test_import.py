@@ -1,0 +1,41 @@
+"""`import mpipar` is cheap: it starts neither MPI nor CUDA and loads no heavy library."""
+
+import json
+import sys
+
+import pytest
+
+from tests.launch import run
+
+HEAVY = ("mpi4py.MPI", "cupy", "numba", "llvmlite", "rich", "tyro", "matplotlib", "safetensors")
+
+LOADED = "import sys, json{statement}; print(json.dumps(sorted(sys.modules)))"
+
+
+def loaded_by(statement: str) -> set[str]:
+    done = run([sys.executable, "-c", LOADED.format(statement=statement)])
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def test_import_loads_no_heavy_library() -> None:
+    modules = loaded_by(", mpipar")
+    assert not modules & set(HEAVY)
+
+
+@pytest.mark.parametrize("part", ["schedule", "autograd", "nn", "optim", "models", "kernels"])
+def test_parts_below_communication_start_no_mpi(part: str) -> None:
+    modules = loaded_by(f", mpipar.{part}")
+    assert not modules & {"mpi4py.MPI", "cupy", "matplotlib", "rich", "tyro"}
+
+
+def test_schedules_need_the_standard_library_alone() -> None:
+    """A person can read, verify and draw schedules without NumPy being loaded."""
+    assert "numpy" not in loaded_by(", mpipar.schedule.core")
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    code = "import mpipar; print(len([getattr(mpipar, name) for name in mpipar.__all__]))"
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
