@@ -1,0 +1,108 @@
+"""The norm of all gradients of a model spread over a mesh, and clipping by it.
+
+Every parameter counts once: its blocks are added over the mesh axes along which its spec is
+sharded, its replicas are not, and a parameter that several pipeline stages hold (a tied embedding:
+same name) is taken from the lowest of them.
+
+    weight sharded over tp, 2 ranks        replicated bias        stages 0 and 1 of a pipeline
+    |g|^2 = |g0|^2 + |g1|^2 (all_reduce)   |g|^2 here             joined by one all_gather over pp
+
+Cost: one all_reduce of one number a parameter for each set of sharded axes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from mpipar import rng
+from mpipar.arrays import Array, module_of
+from mpipar.errors import ConfigError, explain
+from mpipar.nn.spec import Partial
+from mpipar.parallel.mesh import Mesh
+
+BLOCK = 1 << 16  # elements squared at a time: the float64 copies stay in cache
+
+
+def clip_grad_norm(
+    params: Iterable[Any], max_norm: float | None, mesh: Mesh, eps: float = 1e-6
+) -> float:
+    """Scale all gradients in place so that their global norm is at most max_norm; return the norm.
+
+    Collective over the mesh, after gradients are summed over the data ranks.  The result is the
+    norm BEFORE clipping, the same on every rank; squares are summed in float64.  The factor is
+    max_norm / (norm + eps) where that is below 1.  max_norm=None only measures.  Gradients whose
+    norm is not finite are left as they are: look at the result.
+
+    Raises ConfigError for a negative max_norm, or a parameter whose spec says Partial on some axis
+    (its gradient is not summed yet).
+    """
+    if max_norm is not None and not max_norm >= 0:
+        raise ConfigError(explain("max_norm", max_norm, "a norm is not negative", "Pass >= 0"))
+    distinct = list({id(param): param for param in params}.values())
+    names, squares = squared_norms(distinct, mesh)
+    norm = float(np.sqrt(_sum_once(names, squares, mesh)))
+    if max_norm is not None and np.isfinite(norm):
+        factor = max_norm / (norm + eps)
+        if factor < 1.0:
+            for param in distinct:
+                if param.grad is not None:
+                    param.grad *= param.grad.dtype.type(factor)
+    return norm
+
+
+def squared_norms(params: list[Any], mesh: Mesh) -> tuple[list[str], np.ndarray]:
+    """Return the global names, and the squared norm of each whole gradient (float64)."""
+    names = []
+    squares = np.zeros(len(params), np.float64)
+    sharded: dict[tuple[str, ...], list[int]] = {}
+    for i, param in enumerate(params):
+        spec = getattr(param, "spec", None)
+        names.append(spec.name if spec is not None else "")
+        if param.grad is not None:
+            squares[i] = _sum_of_squares(param.grad)
+        if spec is None:
+            continue
+        _refuse_partial(spec)
+        axes = tuple(sorted(axis for axis in spec.sharded_axes if mesh.axis_size(axis) > 1))
+        if axes:
+            sharded.setdefault(axes, []).append(i)
+    for axes in sorted(sharded):  # one order for all ranks of a stage
+        squares[sharded[axes]] = mesh.group(*axes).all_reduce(squares[sharded[axes]])
+    return names, squares
+
+
+def _sum_once(names: list[str], squares: np.ndarray, mesh: Mesh) -> float:
+    """Return the sum over all parameters of all pipeline stages, those of one name once."""
+    if mesh.pp.size == 1:
+        return float(squares.sum())
+    table = np.empty((len(names), 2), np.int64)  # (hash of the name, bits of the square)
+    for i, name in enumerate(names):
+        table[i, 0] = np.uint64(_identity(name, i, mesh.pp.rank)).astype(np.int64)
+    table[:, 1] = squares.view(np.int64)
+    table = mesh.pp.all_gather(table, dim=0, sizes="exchange")
+    _, first = np.unique(table[:, 0], return_index=True)  # the lowest stage owns a name
+    return float(table[np.sort(first), 1].copy().view(np.float64).sum())
+
+
+def _identity(name: str, index: int, stage: int) -> int:
+    """Return 64 bits that are equal for equal names; a parameter without a name is its own."""
+    return rng.key(0, name) if name else rng.key(1, stage, index)
+
+
+def _sum_of_squares(grad: Array) -> float:
+    """Return the sum of squares in float64, block by block."""
+    flat = module_of(grad).ascontiguousarray(grad).reshape(-1)
+    total = 0.0
+    for start in range(0, flat.size, BLOCK):
+        part = flat[start : start + BLOCK].astype(np.float64)
+        total += float(part @ part)
+    return total
+
+
+def _refuse_partial(spec: Any) -> None:
+    """Raise ConfigError for a gradient that is still a sum of terms on several ranks."""
+    for axis, how in spec.placements.items():
+        if isinstance(how, Partial):
+            rule = f"{spec.name} is Partial over {axis}: its gradient is a term of a sum"
+            raise ConfigError(explain("params", spec.name, rule, f"Sum it over {axis} first"))

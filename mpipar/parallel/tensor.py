@@ -1,0 +1,266 @@
+"""Linear layers cut over the tensor-parallel group (Shoeybi et al. 2019, section 3).
+
+    y = x W^T + b, weight [out, in] over 4 ranks:
+
+    ColumnParallelLinear   W = [W0; W1; W2; W3] by rows    y_r = x W_r^T + b_r      no message
+                           "columns" of W^T                backward: dx = sum of dy_r W_r
+    RowParallelLinear      W = [W0  W1  W2  W3] by columns y = sum of x_r W_r^T + b one all_reduce
+                                                           backward: dx_r = dy W_r  no message
+
+A column layer followed by a row layer (an MLP, or attention between its projections) therefore
+costs one all_reduce of the activations forward and one backward.  Inputs and outputs are replicated
+over tp, or a block of the last dimension over tp.
+
+Initial values depend on seed, name and global index only: p ranks hold the slices of the dense
+layer `nn.Linear` of the same seed and name.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpipar import partition
+from mpipar.arrays import Array, module_of
+from mpipar.arrays import dtype as as_dtype
+from mpipar.autograd import Tensor, functional
+from mpipar.errors import ConfigError, explain
+from mpipar.nn import init
+from mpipar.nn.linear import join
+from mpipar.nn.module import Module, Parameter
+from mpipar.nn.spec import Spec
+from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.replicated import copy_to, gather_from, reduce_from, scatter_to
+
+AXIS = "tp"  # the mesh axis named in the specs of these layers
+Full = tuple[Array, Array | None]  # weight [out, in] and bias [out] of the dense layer
+
+
+class ColumnParallelLinear(Module):
+    """A linear layer that computes a block of the output features on each rank.
+
+    Input replicated (..., in); output a block (..., out/p), or replicated (..., out) if
+    `gather_output`.  weight [out/p, in] and bias [out/p] are sharded over tp along dimension 0.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        bias: bool = True,
+        gather_output: bool = False,
+        overlap: bool = False,
+        *,
+        parts: Sequence[int] | None = None,
+        seed: int = 0,
+        name: str = "",
+        std: float | None = None,
+        dtype: Any = "float32",
+        full: Full | None = None,
+    ) -> None:
+        """Make this rank's block; every rank of `comm` makes its own, without communication.
+
+        parts: the sizes of the outputs joined in this layer (fused qkv; gate and up), each cut on
+        its own.  std: of normal weights with a zero bias; None: uniform +-1/sqrt(in), as nn.Linear.
+        full: the dense weight and bias to take the block from, instead of drawing it.
+
+        Raises ConfigError if `out_features` or one of its parts does not divide over the ranks.
+        """
+        _refuse_overlap(overlap)
+        for size in parts or (out_features,):
+            require_divisible("out_features", size, comm.size, "parts" if parts else "")
+        self.in_features, self.out_features, self.comm = in_features, out_features, comm
+        self.gather_output, self.parts = gather_output, tuple(parts or (out_features,))
+        weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
+        weight = weight.shard(AXIS, 0, comm.rank, comm.size, parts)
+        offset = Spec.replicated(join(name, "bias"), (out_features,))
+        offset = offset.shard(AXIS, 0, comm.rank, comm.size, parts)
+        self.weight, self.bias = _parameters(
+            weight, offset if bias else None, full, seed, std, dtype
+        )
+
+    @classmethod
+    def from_full(
+        cls, weight: Array, bias: Array | None, comm: Communicator, **settings: Any
+    ) -> "ColumnParallelLinear":
+        """Return the layer that holds this rank's block of a dense weight [out, in] and bias [out].
+
+        The values are copied, in the weight's dtype; `settings` are those of the constructor.
+        """
+        out_features, in_features = weight.shape
+        settings = {"dtype": weight.dtype, **settings, "full": (weight, bias)}
+        return cls(in_features, out_features, comm, bias is not None, **settings)
+
+    def local_forward(self, x: Any) -> Any:
+        """Return this rank's block of the output (..., out/p), without communication."""
+        return functional.linear(x, self.weight, self.bias)  # (..., out/p)
+
+    def forward(self, x: Any) -> Any:
+        """Return the block (..., out/p) or, if `gather_output`, all of (..., out)."""
+        y = self.local_forward(copy_to(self.comm, x))
+        if not self.gather_output or self.comm.size == 1:
+            return y
+        return _restore_parts(gather_from(self.comm, y), self.parts, self.comm.size)
+
+
+class RowParallelLinear(Module):
+    """A linear layer that takes a block of the input features on each rank and adds the results.
+
+    Input a block (..., in/p) if `input_is_parallel`, else replicated (..., in); output replicated
+    (..., out).  weight [out, in/p] is sharded over tp along dimension 1; bias [out] is replicated
+    and added once, after the reduction.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        overlap: bool = False,
+        *,
+        parts: Sequence[int] | None = None,
+        seed: int = 0,
+        name: str = "",
+        std: float | None = None,
+        dtype: Any = "float32",
+        full: Full | None = None,
+    ) -> None:
+        """Make this rank's block; every rank of `comm` makes its own, without communication.
+
+        parts: the sizes of the inputs joined along `in_features`, if each was cut on its own; the
+        other arguments as for ColumnParallelLinear.
+
+        Raises ConfigError if `in_features` or one of its parts does not divide over the ranks, or
+        for parts of an input that is not parallel.
+        """
+        _refuse_overlap(overlap)
+        if parts and not input_is_parallel:
+            rule = "parts describe an input that is already cut"
+            raise ConfigError(explain("parts", tuple(parts), rule, "Pass input_is_parallel=True"))
+        for size in parts or (in_features,):
+            require_divisible("in_features", size, comm.size, "parts" if parts else "")
+        self.in_features, self.out_features, self.comm = in_features, out_features, comm
+        self.input_is_parallel = input_is_parallel
+        weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
+        weight = weight.shard(AXIS, 1, comm.rank, comm.size, parts)
+        offset = Spec.replicated(join(name, "bias"), (out_features,)) if bias else None
+        self.weight, self.bias = _parameters(weight, offset, full, seed, std, dtype)
+
+    @classmethod
+    def from_full(
+        cls, weight: Array, bias: Array | None, comm: Communicator, **settings: Any
+    ) -> "RowParallelLinear":
+        """Return the layer that holds this rank's block of a dense weight [out, in], and the bias.
+
+        The values are copied, in the weight's dtype; `settings` are those of the constructor.
+        """
+        out_features, in_features = weight.shape
+        settings = {"dtype": weight.dtype, **settings, "full": (weight, bias)}
+        return cls(in_features, out_features, comm, bias is not None, **settings)
+
+    def local_forward(self, x: Any) -> Any:
+        """Return this rank's term (..., out) of the sum, without bias and without communication."""
+        return functional.linear(x, self.weight)  # (..., out), partial
+
+    def forward(self, x: Any) -> Any:
+        """Return the whole output (..., out), the same on all ranks."""
+        if not self.input_is_parallel:
+            x = scatter_to(self.comm, x)  # (..., in/p)
+        y = reduce_from(self.comm, self.local_forward(x))
+        return y if self.bias is None else y + self.bias
+
+
+class TensorParallel:
+    """Products of replicated matrices, computed in blocks of columns by the ranks of a group."""
+
+    def __init__(self, comm: Communicator) -> None:
+        """Use the ranks of `comm`."""
+        self.comm = comm
+
+    def matmul(self, a: Any, w: Any) -> Any:
+        """Return a w^T (..., out) for a (..., in) and w [out, in], all replicated.
+
+        Each rank multiplies by its partition.blocks of w's rows; one all_gather joins the results,
+        so `out` may be anything, also less than the number of ranks.  Arrays or Tensors; backward,
+        the gradient of a is one all_reduce and that of w one all_gather.
+
+        Raises ConfigError if the inner sizes differ.
+        """
+        if w.ndim != 2 or a.shape[-1] != w.shape[1]:
+            rule = f"a is [batch, in] and w [out, in], but a has shape {tuple(a.shape)}"
+            raise ConfigError(explain("w.shape", tuple(w.shape), rule, "Pass equal inner sizes"))
+        block = scatter_to(self.comm, w, 0)  # (out/p, in)
+        a = copy_to(self.comm, a)
+        if isinstance(a, Tensor) or isinstance(block, Tensor):
+            y = functional.linear(a, block)  # (..., out/p)
+        else:
+            y = module_of(a).matmul(a, block.T)
+        return gather_from(self.comm, y, -1, partition.blocks(w.shape[0], self.comm.size))
+
+
+def require_divisible(parameter: str, size: int, degree: int, joined: str = "") -> None:
+    """Raise ConfigError unless `size` features divide over `degree` ranks.
+
+    The message names the nearest sizes and the nearest degrees that work.
+    """
+    if size > 0 and size % degree == 0:
+        return
+    below = size // degree * degree
+    sizes = " or ".join(str(s) for s in (below, below + degree) if s > 0)
+    fits = [d for d in range(1, max(size, 1) + 1) if size % d == 0]
+    smaller = [d for d in fits if d < degree][-1:]
+    larger = [d for d in fits if d > degree][:1]
+    degrees = " or ".join(map(str, smaller + larger))
+    what = f"every one of the {joined}" if joined else "it"
+    raise ConfigError(
+        explain(
+            parameter,
+            size,
+            f"{what} divides over the {degree} ranks of the tensor-parallel group",
+            f"Nearest sizes: {sizes}; nearest degrees for this size: {degrees}",
+        )
+    )
+
+
+def _refuse_overlap(overlap: bool) -> None:
+    """Raise ConfigError for the form that overlaps communication with the product."""
+    if overlap:
+        rule = "this version sends first and multiplies then"
+        raise ConfigError(explain("overlap", overlap, rule, "Pass overlap=False"))
+
+
+def _parameters(
+    weight: Spec, bias: Spec | None, full: Full | None, seed: int, std: float | None, dtype: Any
+) -> tuple[Parameter, Parameter | None]:
+    """Return the local weight and bias: blocks of `full` if given, else drawn as nn.Linear does."""
+    bound = 1.0 / weight.shape[1] ** 0.5 if std is None else None
+
+    def make(spec: Spec, whole: Array | None) -> Parameter:
+        if whole is not None:
+            local = module_of(whole).array(spec.take(whole), dtype=dtype, order="C")
+        elif std is not None and spec is bias:
+            local = np.zeros(spec.local_shape, as_dtype(dtype))
+        else:
+            local = init.draw(spec, seed, std=std, bound=bound, dtype=dtype)
+        return Parameter(local, spec)
+
+    whole, whole_bias = full or (None, None)
+    return make(weight, whole), None if bias is None else make(bias, whole_bias)
+
+
+def _restore_parts(y: Any, parts: tuple[int, ...], ranks: int) -> Any:
+    """Put features gathered rank by rank, each with its blocks of all parts, in global order."""
+    if len(parts) == 1:
+        return y
+    local = sum(parts) // ranks
+    starts = accumulate((part // ranks for part in parts), initial=0)
+    cuts = [
+        y[..., rank * local + start : rank * local + start + part // ranks]
+        for part, start in zip(parts, list(starts)[:-1], strict=True)
+        for rank in range(ranks)
+    ]
+    return functional.concat(cuts, -1)

@@ -1,0 +1,210 @@
+"""An embedding and a cross-entropy cut over the vocabulary (Shoeybi et al. 2019, section 3).
+
+Vocabulary 10 over 4 ranks by partition.blocks: rows 0..2 | 3..5 | 6..7 | 8..9.
+
+    embedding       each rank looks up the ids it holds, zeros for the others; one all_reduce
+    logits          copy_to(x) W_r^T: (..., V/p), no message forward, one all_reduce backward
+    cross-entropy   two all_reduces of a few numbers a token, whatever V is:
+                    1. max of the logits (and, with it, how many logits each rank holds)
+                    2. sum of exponentials, logit of the target (and sum of logits, if smoothing)
+
+The logits of the whole vocabulary never exist on one rank.  The loss is replicated over the group
+and its gradient is local: softmax minus target on the rank's own columns.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.autograd import Function, functional
+from mpipar.errors import ConfigError, explain
+from mpipar.nn import init
+from mpipar.nn.embedding import check_ids
+from mpipar.nn.linear import check_size, join
+from mpipar.nn.module import Module, Parameter
+from mpipar.nn.spec import Spec
+from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.replicated import copy_to, reduce_from
+
+AXIS = "tp"
+BLOCK = 1 << 16  # logits worked on at a time, so that temporaries stay in cache
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class VocabParallelEmbedding(Module):
+    """An embedding whose rows are spread over the ranks; any vocabulary size.
+
+    weight [blocks(num, p)[r], dim] is sharded over tp along dimension 0.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        dim: int,
+        comm: Communicator,
+        *,
+        seed: int = 0,
+        name: str = "",
+        std: float = 0.02,
+        dtype: Any = "float32",
+    ) -> None:
+        """Make this rank's rows, those of the dense embedding of the same seed and name."""
+        check_size("num", num)
+        check_size("dim", dim)
+        self.num, self.dim, self.comm = num, dim, comm
+        spec = Spec.replicated(join(name, "weight"), (num, dim)).shard(
+            AXIS, 0, comm.rank, comm.size
+        )
+        self.start = spec.offset[0]
+        self.weight = Parameter(init.draw(spec, seed, std=std, dtype=dtype), spec)
+
+    def forward(self, ids: Array) -> Any:
+        """Return the rows (..., dim), replicated, for replicated integer ids (...).
+
+        Raises ConfigError on every rank for an id outside the vocabulary.
+        """
+        ids = module_of(self.weight.data).asarray(ids)
+        check_ids("ids", ids, self.num)
+        return reduce_from(self.comm, _Lookup.apply(self.weight, ids, self.start))
+
+    def logits(self, x: Any) -> Any:
+        """Return this rank's columns (..., V/p) of x W^T, for a replicated x (..., dim)."""
+        return functional.linear(copy_to(self.comm, x), self.weight)
+
+
+class _Lookup(Function):
+    """Rows of a block of a table: zeros for ids that lie outside the block."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Array, ids: Array, start: int) -> Array:
+        """Copy the rows held here."""
+        ctx.mine = (ids >= start) & (ids < start + len(weight))
+        ctx.rows, ctx.shape = ids[ctx.mine] - start, weight.shape
+        out = module_of(weight).zeros((*ids.shape, weight.shape[1]), weight.dtype)
+        out[ctx.mine] = weight[ctx.rows]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Array) -> tuple[Array, None, None]:
+        """Add the gradients of equal ids."""
+        xp = module_of(grad)
+        total = xp.zeros(ctx.shape, grad.dtype)
+        xp.add.at(total, ctx.rows, grad[ctx.mine])
+        return total, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Any,
+    targets: Array,
+    comm: Communicator,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Any:
+    """Return the cross-entropy of logits whose last dimension is spread over the ranks.
+
+    logits (..., V/p), in rank order and of any sizes; targets (...) global ids, replicated.  The
+    result is replicated: a scalar, or (...) for reduction "none".  Smoothing, ignored targets and
+    "mean" (over the targets that count) as in PyTorch.  16-bit logits are computed in float32.
+
+    Raises ConfigError on every rank for a target outside the vocabulary, an unknown reduction or a
+    label_smoothing outside 0..1.
+    """
+    if reduction not in REDUCTIONS:
+        rule = f"it is one of {', '.join(REDUCTIONS)}"
+        raise ConfigError(explain("reduction", reduction, rule, "Choose one of them"))
+    if not 0.0 <= label_smoothing <= 1.0:
+        rule = "it is a share of the probability"
+        raise ConfigError(explain("label_smoothing", label_smoothing, rule, "Pass 0 to 1"))
+    if tuple(logits.shape[:-1]) != tuple(targets.shape):
+        rule = f"targets have the shape of the logits without the last, {tuple(logits.shape[:-1])}"
+        raise ConfigError(explain("targets.shape", tuple(targets.shape), rule, "Pass one a row"))
+    if comm.size == 1:
+        return functional.cross_entropy(logits, targets, reduction, label_smoothing, ignore_index)
+    return _CrossEntropy.apply(logits, targets, comm, label_smoothing, ignore_index, reduction)
+
+
+class _CrossEntropy(Function):
+    """loss = (1 - s) (lse - z[target]) + s (lse - mean(z)), with lse = log sum exp z."""
+
+    collective = True
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Array,
+        targets: Array,
+        comm: Communicator,
+        smoothing: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Array:
+        """Exchange the maxima, then the sums."""
+        xp = module_of(logits)
+        z = logits.reshape(-1, logits.shape[-1])  # (N, V/p)
+        goal = xp.asarray(targets).reshape(-1)  # (N,)
+        top, sizes = _maxima(z, comm)
+        vocab, start = sum(sizes), sum(sizes[: comm.rank])
+        valid = goal != ignore_index
+        check_ids("targets", goal, vocab, ignore_index)
+        mine = xp.flatnonzero(valid & (goal >= start) & (goal < start + sizes[comm.rank]))
+        column = goal[mine] - start
+        exps, sums = _sums(z, top, smoothing)
+        sums[1, mine] = z[mine, column].astype(top.dtype) - top[mine]
+        sums = comm.all_reduce(sums)
+        lse = xp.log(sums[0])
+        loss = (1.0 - smoothing) * (lse - sums[1])  # (N,)
+        if smoothing:
+            loss += smoothing * (lse - sums[2] / vocab)
+        loss *= valid
+        scale = valid.astype(top.dtype)  # of each row's gradient
+        if reduction == "mean":
+            scale /= valid.sum()
+        ctx.save_for_backward(exps, sums[0], scale, mine, column)
+        ctx.smoothing, ctx.vocab, ctx.like = smoothing, vocab, logits
+        if reduction == "none":
+            return loss.reshape(targets.shape)
+        return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Array) -> tuple[Array | None, ...]:
+        """Softmax minus the target distribution, on this rank's columns."""
+        exps, sums, scale, mine, column = ctx.saved
+        scale = scale * module_of(exps).asarray(grad).reshape(-1)  # (N,)
+        exps *= (scale / sums)[:, None]
+        if ctx.smoothing:
+            exps -= (scale * (ctx.smoothing / ctx.vocab))[:, None]
+        exps[mine, column] -= (1.0 - ctx.smoothing) * scale[mine]
+        result = exps.astype(ctx.like.dtype, copy=False).reshape(ctx.like.shape)
+        return result, None, None, None, None, None
+
+
+def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
+    """Return the maximum of each row over all ranks (N,), and how many columns each rank has.
+
+    The numbers of columns ride in the same message: each rank states its own, -inf for the others.
+    """
+    xp = module_of(z)
+    message = xp.full(len(z) + comm.size, -np.inf, compute_dtype(z.dtype))
+    if z.shape[1]:
+        message[: len(z)] = z.max(axis=1)
+    message[len(z) + comm.rank] = z.shape[1]
+    message = comm.all_reduce(message, op="max")
+    return message[: len(z)], tuple(int(n) for n in message[len(z) :])
+
+
+def _sums(z: Array, top: Array, smoothing: float) -> tuple[Array, Array]:
+    """Return exp(z - top) (N, V/p), and [their sum, 0, sum of z - top if smoothing] (2 or 3, N)."""
+    xp = module_of(z)
+    exps = xp.empty(z.shape, top.dtype)
+    sums = xp.zeros((3 if smoothing else 2, len(z)), top.dtype)
+    rows = max(1, BLOCK // max(z.shape[1], 1))
+    for at in range(0, len(z), rows):
+        cut = slice(at, at + rows)
+        xp.subtract(z[cut], top[cut, None], out=exps[cut], dtype=top.dtype)
+        if smoothing:
+            sums[2, cut] = exps[cut].sum(axis=1)
+        xp.exp(exps[cut], out=exps[cut])
+        sums[0, cut] = exps[cut].sum(axis=1)
+    return exps, sums
