@@ -6,7 +6,7 @@ hands over to `ProcessGroup.start`.  p ranks in the group, r this rank.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,19 @@ from mpipar.partition import blocks
 
 Sizes = Sequence[int] | str | None
 EMPTY = np.empty(0, np.uint8)
-HEADER = 16  # int64: dtype number, dimensions, shape
+HEADER = 16  # int64: dtype number, dimensions, whether a Tensor, shape
 _HEADER_DTYPES = (
     "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
     "complex64 complex128"
 ).split()
+
+
+class Announced(NamedTuple):
+    """What the source of a broadcast or scatter tells before the data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    differentiable: bool
 
 
 def all_reduce(
@@ -151,53 +159,43 @@ def gather(
 
 
 def broadcast(
-    group: ProcessGroup, x: Any, src: int, out: Any, algorithm: str | None, async_op: bool
+    group: ProcessGroup,
+    x: np.ndarray | None,
+    kind: Announced,
+    src: int,
+    out: Any,
+    algorithm: str | None,
+    async_op: bool,
 ) -> Any:
-    """Every rank gets the x of `src`; elsewhere x may be None, or an array of the same shape."""
-    with checking(group, "broadcast") as agreed:
-        _rank(group, src, "src")
-        x = None if x is None else as_array(x)
-        _root_has(group, x, src)
-        if agreed.wanted:
-            agreed.on("", f"src={src}")
-    shape, dtype = _announce(group, x, src)
+    """Every rank gets the x of `src`, whose shape and dtype were announced."""
     with checking(group, "broadcast"):
-        if x is not None and (x.shape, x.dtype) != (shape, dtype):
-            raise BufferMismatchError(
-                explain(
-                    "x",
-                    f"{x.dtype} {x.shape}",
-                    f"rank {src} broadcasts {dtype} {shape}",
-                    "Pass None, or an array like the source's",
-                )
-            )
-        result = result_array(out, shape, dtype)
-    count = math.prod(shape)
-    call = Call("broadcast", algorithm or group.algorithm, None, dtype, (count,), src)
-    source = flat(x) if group.rank == src else np.empty(0, dtype)
+        result = result_array(out, kind.shape, kind.dtype)
+    count = math.prod(kind.shape)
+    call = Call("broadcast", algorithm or group.algorithm, None, kind.dtype, (count,), src)
+    source = flat(as_array(x)) if group.rank == src else np.empty(0, kind.dtype)
     return group.start(call, source, result.reshape(-1), lambda: result, async_op)
 
 
 def scatter(
-    group: ProcessGroup, x: Any, src: int, dim: int, algorithm: str | None, async_op: bool
+    group: ProcessGroup,
+    x: np.ndarray | None,
+    kind: Announced,
+    src: int,
+    dim: int,
+    algorithm: str | None,
+    async_op: bool,
+    sizes: Sequence[int] | None = None,
 ) -> Any:
-    """Every rank gets its block of the x of `src`, cut along `dim`; elsewhere x may be None."""
-    with checking(group, "scatter") as agreed:
-        _rank(group, src, "src")
-        x = None if x is None else as_array(x)
-        _root_has(group, x, src)
-        if group.rank == src:
-            axis(dim, x.ndim)
-        if agreed.wanted:
-            agreed.on("", f"src={src}, dim={dim}")
-    shape, dtype = _announce(group, x, src)
-    dim = axis(dim, len(shape))
-    cut = blocks(shape[dim], group.size)
-    rest = _rest(shape, dim)
+    """Every rank gets its block of the x of `src`, cut along `dim` (by `sizes` if given)."""
+    with checking(group, "scatter"):
+        dim = axis(dim, len(kind.shape))
+        cut = tuple(sizes) if sizes is not None else blocks(kind.shape[dim], group.size)
+        _sizes(group, cut, kind.shape[dim])
+    rest = _rest(kind.shape, dim)
     counts = tuple(size * rest for size in cut)
-    call = Call("scatter", algorithm or group.algorithm, None, dtype, counts, src)
-    result = np.empty(with_size(shape, dim, cut[group.rank]), dtype)
-    source = pack(x, dim, cut) if group.rank == src else np.empty(0, dtype)
+    call = Call("scatter", algorithm or group.algorithm, None, kind.dtype, counts, src)
+    result = np.empty(with_size(kind.shape, dim, cut[group.rank]), kind.dtype)
+    source = pack(as_array(x), dim, cut) if group.rank == src else np.empty(0, kind.dtype)
     return group.start(call, source, result.reshape(-1), lambda: result, async_op)
 
 
@@ -209,10 +207,12 @@ def all_to_all(
     sizes: Sizes,
     algorithm: str | None,
     async_op: bool,
+    scatter_sizes: Sequence[int] | None = None,
 ) -> Any:
     """Trade a cut along `gather_dim` for a cut along `scatter_dim`.
 
     Rank r sends block j of its `scatter_dim` to rank j, and joins what it gets along `gather_dim`.
+    `scatter_sizes` cuts by other sizes than partition.blocks.
     """
     with checking(group, "all_to_all") as agreed:
         x = as_array(x)
@@ -232,7 +232,12 @@ def all_to_all(
     gathered = gathered_sizes(group, x.shape[gather_dim], sizes)
     with checking(group, "all_to_all") as agreed:
         _own(group, gathered, x.shape[gather_dim])
-        scattered = blocks(x.shape[scatter_dim], group.size)
+        scattered = (
+            tuple(scatter_sizes)
+            if scatter_sizes is not None
+            else blocks(x.shape[scatter_dim], group.size)
+        )
+        _sizes(group, scattered, x.shape[scatter_dim])
         rest = x.size // max(1, x.shape[scatter_dim] * x.shape[gather_dim])
         if not x.size:
             rest = math.prod(n for d, n in enumerate(x.shape) if d not in (scatter_dim, gather_dim))
@@ -300,22 +305,56 @@ def gathered_sizes(group: ProcessGroup, own: int, sizes: Sizes) -> tuple[int, ..
     return tuple(told.tolist())
 
 
-def _announce(group: ProcessGroup, x: np.ndarray | None, src: int) -> tuple[tuple, np.dtype]:
-    """Tell all ranks the shape and dtype of the array on `src`."""
-    header = np.zeros(HEADER, np.int64)
-    source = header[:0]
-    if group.rank == src and x is not None:
-        if x.ndim > HEADER - 2:
-            raise ConfigError(
-                explain("x.ndim", x.ndim, f"at most {HEADER - 2} dimensions", "Reshape it")
+def announce(
+    group: ProcessGroup, name: str, x: Any, src: int, differentiable: bool, template: bool
+) -> Announced:
+    """Tell all ranks the shape and dtype of the array on `src`; elsewhere x may be None.
+
+    With `template`, an x given elsewhere must be like the source's.
+    Raises BufferMismatchError if x is None on `src` or not like the source's.
+    """
+    with checking(group, name) as agreed:
+        _rank(group, src, "src")
+        x = None if x is None else as_array(x)
+        header = _header(x, differentiable, src) if group.rank == src else _no_header()
+        agreed.on("", f"src={src}")
+    told = np.empty(HEADER, np.int64)
+    call = Call("broadcast", "auto", None, told.dtype, (HEADER,), src)
+    group.start(call, header, told, lambda: None)
+    number, ndim, tensor = told[:3].tolist()
+    kind = Announced(
+        tuple(told[3 : 3 + ndim].tolist()), dtype_of(_HEADER_DTYPES[number]), bool(tensor)
+    )
+    with checking(group, name):
+        if template and x is not None and (x.shape, x.dtype) != kind[:2]:
+            raise BufferMismatchError(
+                explain(
+                    "x",
+                    f"{x.dtype} {x.shape}",
+                    f"rank {src} sends {kind.dtype} {kind.shape}",
+                    "Pass None, or an array like the source's",
+                )
             )
-        header[:2] = _HEADER_DTYPES.index(x.dtype.name), x.ndim
-        header[2 : 2 + x.ndim] = x.shape
-        source = header.copy()
-    call = Call("broadcast", "auto", None, header.dtype, (HEADER,), src)
-    group.start(call, source, header, lambda: None)
-    number, ndim = header[:2].tolist()
-    return tuple(header[2 : 2 + ndim].tolist()), dtype_of(_HEADER_DTYPES[number])
+    return kind
+
+
+def _header(x: np.ndarray | None, differentiable: bool, src: int) -> np.ndarray:
+    if x is None:
+        raise BufferMismatchError(
+            explain("x", None, f"rank {src} is the source", "Pass the array there")
+        )
+    if x.ndim > HEADER - 3:
+        raise ConfigError(
+            explain("x.ndim", x.ndim, f"at most {HEADER - 3} dimensions", "Reshape it")
+        )
+    header = np.zeros(HEADER, np.int64)
+    header[:3] = _HEADER_DTYPES.index(x.dtype.name), x.ndim, differentiable
+    header[3 : 3 + x.ndim] = x.shape
+    return header
+
+
+def _no_header() -> np.ndarray:
+    return np.empty(0, np.int64)
 
 
 # -- validation ------------------------------------------------------------------------------------
@@ -335,13 +374,6 @@ def _rank(group: ProcessGroup, rank: int, parameter: str) -> None:
     if not 0 <= rank < group.size:
         raise ConfigError(
             explain(parameter, rank, f"the group has ranks 0..{group.size - 1}", "Pass one of them")
-        )
-
-
-def _root_has(group: ProcessGroup, x: np.ndarray | None, src: int) -> None:
-    if group.rank == src and x is None:
-        raise BufferMismatchError(
-            explain("x", None, f"rank {src} is the source", "Pass the array there")
         )
 
 

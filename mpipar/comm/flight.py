@@ -13,6 +13,7 @@ and, after the communicator's time limit, it gives up with a report of who waits
 import json
 import os
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,15 @@ EVERYONE = 64  # groups up to this size tell all; larger ones tell the neighbour
 class Record:
     """One collective or message of this rank."""
 
-    sequence: int
+    sequence: int  # 0 for send and recv, which are not collective
     what: str
-    handle: object = None  # Execution, LibraryCall or None: where it stands
+    handle: object = None  # Execution, Requests or None: where it stands
     sends_to: int = -1  # the peer of a blocking send
 
     def text(self) -> str:
         """Return one line: number, call, and where it stands."""
-        return f"#{self.sequence} {self.what} ({getattr(self.handle, 'place', 'started')})"
+        number = f"#{self.sequence} " if self.sequence else ""
+        return f"{number}{self.what} ({getattr(self.handle, 'place', 'started')})"
 
 
 class Flight:
@@ -47,7 +49,7 @@ class Flight:
     def __init__(self, comm: MPI.Comm, name: str, timeout: float) -> None:
         self._comm, self._name, self._timeout = comm, name, timeout
         self.records: deque[Record] = deque(maxlen=KEEP)
-        self._told: str | None = None
+        self._next_telling = 0.0
         self._heard: dict[int, dict] = {}
         self._sends: list[MPI.Request] = []
 
@@ -68,9 +70,9 @@ class Flight:
         if not self.records:
             return
         record = self.records[-1]
-        self._tell(record)
+        self._tell(record, waited)
         self._hear()
-        self._compare(record)
+        self._compare()
         self._find_ring(record)
         if waited > self._timeout:
             self.report()
@@ -103,14 +105,20 @@ class Flight:
             return [peer for peer in range(size) if peer != rank]
         return [(rank - 1) % size, (rank + 1) % size]
 
-    def _tell(self, record: Record) -> None:
-        text = json.dumps(
-            {"sequence": record.sequence, "what": record.what, "sends_to": record.sends_to}
-        )
-        if text == self._told:
+    def _tell(self, record: Record, waited: float) -> None:
+        """Tell the others, now and again, ever more rarely, what this rank waits in."""
+        now = time.time()
+        if waited > 1.0 and now < self._next_telling:
             return
-        self._told = text
-        data = np.frombuffer(text.encode(), np.uint8)
+        again = min(max(1.0, waited / 2), 10.0)
+        self._next_telling = now + again
+        told = {
+            "sequence": record.sequence,
+            "what": record.what,
+            "sends_to": record.sends_to,
+            "until": now + 2 * again,  # this rank still waits there, or says so again
+        }
+        data = np.frombuffer(json.dumps(told).encode(), np.uint8)
         for peer in self._peers():
             self._sends.append(self._comm.Isend([data, data.size, MPI.BYTE], peer, TAG))
 
@@ -121,32 +129,31 @@ class Flight:
             self._comm.Recv([data, data.size, MPI.BYTE], status.source, TAG)
             self._heard[status.source] = json.loads(data.tobytes())
 
-    def _compare(self, record: Record) -> None:
-        mine = {r.sequence: r.what for r in self.records if r.sends_to < 0}
-        wrong = {
-            peer: heard["what"]
-            for peer, heard in self._heard.items()
-            if heard["sends_to"] < 0 and mine.get(heard["sequence"], heard["what"]) != heard["what"]
-        }
-        if not wrong:
-            return
-        number = self._heard[next(iter(wrong))]["sequence"]
-        called = {**wrong, self._comm.rank: mine[number]}
-        raise MismatchError(
-            f"the ranks of communicator {self._name!r} do not agree on collective #{number}: "
-            + describe_groups(called)
-            + ". Every rank of a group calls the same collectives in the same order with matching "
-            "arguments; check=True finds this at once"
-        )
+    def _waiting(self) -> dict[int, dict]:
+        """What the ranks that still wait have told."""
+        now = time.time()
+        return {peer: heard for peer, heard in self._heard.items() if heard["until"] > now}
+
+    def _compare(self) -> None:
+        mine = {record.sequence: record.what for record in self.records if record.sequence}
+        for heard in self._heard.values():
+            number = heard["sequence"]
+            if mine.get(number, heard["what"]) == heard["what"]:
+                continue
+            called = {p: h["what"] for p, h in self._heard.items() if h["sequence"] == number}
+            raise MismatchError(
+                f"the ranks of communicator {self._name!r} do not agree on collective #{number}: "
+                + describe_groups({**called, self._comm.rank: mine[number]})
+                + ". Every rank of a group calls the same collectives in the same order with "
+                "matching arguments; check=True finds this at once"
+            )
 
     def _find_ring(self, record: Record) -> None:
+        waiting = self._waiting()
         chain, peer = [self._comm.rank], record.sends_to
         while peer >= 0 and peer not in chain:
             chain.append(peer)
-            heard = self._heard.get(peer)
-            if heard is None or heard["sequence"] < 0:
-                return
-            peer = heard["sends_to"]
+            peer = waiting[peer]["sends_to"] if peer in waiting else -1
         if peer == self._comm.rank:
             path = " -> ".join(map(str, [*chain, peer]))
             raise MismatchError(
@@ -155,8 +162,9 @@ class Flight:
             )
 
     def _others(self, record: Record) -> str:
-        known = [f"rank {p} waits in #{h['sequence']} {h['what']}" for p, h in self._heard.items()]
-        silent = [p for p in self._peers() if p not in self._heard]
+        waiting = self._waiting()
+        known = [f"rank {p} waits in #{h['sequence']} {h['what']}" for p, h in waiting.items()]
+        silent = [p for p in self._peers() if p not in waiting]
         if silent:
             known.append(f"ranks {silent} are not waiting on this communicator")
         return "; ".join(known)

@@ -21,7 +21,7 @@ from mpipar.arrays import is_sixteen_bit
 from mpipar.comm import abort, choice, library, node, waiting
 from mpipar.comm.flight import Flight, Record
 from mpipar.comm.plan import Layout, Plan, compile_plan
-from mpipar.comm.run import Execution, LibraryCall, Persistent, ScratchPool
+from mpipar.comm.run import Execution, Persistent, Requests, ScratchPool
 from mpipar.errors import ConfigError, DestroyedError, DtypeMismatchError, explain
 from mpipar.kernels.reduce import COMBINE, fold
 from mpipar.partition import blocks, offsets
@@ -178,14 +178,14 @@ class ProcessGroup:
         source: np.ndarray,
         output: np.ndarray,
         finish: Callable[[], Any],
-    ) -> Execution | LibraryCall:
+    ) -> Execution | Requests:
         if prepared.plan is None:
             request = library.start(
                 self.raw, call.collective, source, output, prepared.sizes, call.op, call.root
             )
             if prepared.divisor != 1:
                 finish = _dividing(output, prepared.divisor, finish)
-            return LibraryCall(request, self.flight, finish)
+            return Requests([request], self.flight, finish, "inside the MPI library")
         tag = SEQUENCE_TAG + ((self.sequence & 0x3FFF) << 8) + (prepared.signature & 0xFF)
         return Execution(
             self.raw,
@@ -319,7 +319,7 @@ class Handle:
 
     __slots__ = ("_group", "_inner")
 
-    def __init__(self, inner: Execution | LibraryCall, group: ProcessGroup) -> None:
+    def __init__(self, inner: Execution | Requests, group: ProcessGroup) -> None:
         self._inner, self._group = inner, group
 
     def test(self) -> bool:

@@ -284,23 +284,43 @@ class Persistent:
         return fold, (operands, out, divisor)
 
 
-class LibraryCall:
-    """A non-blocking collective of the MPI library, as a handle like `Execution`."""
+class Requests:
+    """Requests posted elsewhere (the library's collectives, send and recv), as a handle."""
 
     def __init__(
-        self, request: MPI.Request, watchdog: waiting.Watchdog, finish: Callable[[], Any]
+        self,
+        requests: list[MPI.Request],
+        watchdog: waiting.Watchdog,
+        finish: Callable[[], Any],
+        place: str,
+        expected: Sequence[int] = (),
     ) -> None:
-        self._request, self._watchdog, self._finish = request, watchdog, finish
+        self._requests, self._watchdog, self._finish = requests, watchdog, finish
+        self._expected, self._statuses = expected, list[MPI.Status]()
         self._result: Any = None
+        self.place = place
         self.done = False
-        self.place = "inside the MPI library"
 
     def test(self) -> bool:
-        """Say whether the library has finished."""
-        if not self.done and self._request.Test():
-            self._result = self._finish()
-            self.done = True
-        return self.done
+        """Say whether all requests are complete.
+
+        Raises BufferMismatchError if a message is longer or shorter than expected.
+        """
+        if self.done:
+            return True
+        try:
+            if not MPI.Request.Testall(self._requests, self._statuses):
+                return False
+        except MPI.Exception as error:
+            raise BufferMismatchError(f"{self.place}: the message did not fit: {error}") from error
+        for status, expected in zip(self._statuses, self._expected, strict=False):
+            if status.count != expected:
+                raise BufferMismatchError(
+                    f"{self.place}: {status.count} bytes came where {expected} were expected"
+                )
+        self._result = self._finish()
+        self.done = True
+        return True
 
     def wait(self) -> Any:
         """Wait for the result and return it."""

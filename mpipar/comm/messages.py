@@ -1,0 +1,95 @@
+"""send, recv and sendrecv between two ranks of a group.
+
+A blocking send is synchronous (MPI_Issend): it returns when the peer has begun to receive, so a
+ring of blocking sends never works by luck with small messages and hangs with large ones; the
+watchdog names it.  `shift` is the collective for a ring step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar.arrays import dtype as dtype_of
+from mpipar.comm import buffers
+from mpipar.comm.flight import Record
+from mpipar.comm.group import MESSAGE_TAG, Handle, ProcessGroup
+from mpipar.comm.run import Requests
+from mpipar.errors import ConfigError, explain
+
+
+def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
+    """Send x to `dst` (default: the next rank of the ring)."""
+    dst = _peer(group, dst, 1, "dst")
+    x = buffers.as_array(x)
+    requests = _post_send(group, x, dst, synchronous=not async_op)
+    what = f"send({x.dtype.name}, shape {x.shape}, dst={dst})"
+    handle = Requests(requests, group.flight, lambda: None, what)
+    group.flight.note(Record(0, what, handle, sends_to=-1 if async_op else dst))
+    return _result(group, handle, async_op)
+
+
+def recv(
+    group: ProcessGroup, shape: Sequence[int], dtype: Any, src: int | None, async_op: bool
+) -> Any:
+    """Receive an array of this shape and dtype from `src` (default: the previous of the ring)."""
+    src = _peer(group, src, -1, "src")
+    result = np.empty(tuple(shape), dtype_of(dtype))
+    handle = _receiving(group, [], result, src)
+    return _result(group, handle, async_op)
+
+
+def sendrecv(
+    group: ProcessGroup,
+    x: Any,
+    dst: int | None,
+    shape: Sequence[int] | None,
+    dtype: Any,
+    src: int | None,
+    async_op: bool,
+) -> Any:
+    """Send x to `dst` and receive from `src` at the same time; the shape defaults to that of x."""
+    dst, src = _peer(group, dst, 1, "dst"), _peer(group, src, -1, "src")
+    x = buffers.as_array(x)
+    result = np.empty(
+        x.shape if shape is None else tuple(shape), x.dtype if dtype is None else dtype_of(dtype)
+    )
+    handle = _receiving(group, _post_send(group, x, dst, synchronous=False), result, src)
+    return _result(group, handle, async_op)
+
+
+def _post_send(
+    group: ProcessGroup, x: np.ndarray, dst: int, synchronous: bool
+) -> list[MPI.Request]:
+    post = group.raw.Issend if synchronous else group.raw.Isend
+    data = buffers.flat(x).view(np.uint8)
+    return [post(piece, dst, MESSAGE_TAG) for piece in buffers.pieces(data)]
+
+
+def _receiving(
+    group: ProcessGroup, sends: list[MPI.Request], result: np.ndarray, src: int
+) -> Requests:
+    data = result.reshape(-1).view(np.uint8)
+    triples = list(buffers.pieces(data))
+    receives = [group.raw.Irecv(triple, src, MESSAGE_TAG) for triple in triples]
+    what = f"recv({result.dtype.name}, shape {result.shape}, src={src})"
+    expected = [triple[1] for triple in triples]
+    handle = Requests(receives + sends, group.flight, lambda: result, what, expected)
+    group.flight.note(Record(0, what, handle))
+    return handle
+
+
+def _result(group: ProcessGroup, handle: Requests, async_op: bool) -> Any:
+    outer = Handle(handle, group)
+    return outer if async_op else outer.wait()
+
+
+def _peer(group: ProcessGroup, peer: int | None, step: int, parameter: str) -> int:
+    if peer is None:
+        return (group.rank + step) % group.size
+    if not 0 <= peer < group.size:
+        raise ConfigError(
+            explain(parameter, peer, f"the group has ranks 0..{group.size - 1}", "Pass one of them")
+        )
+    return peer
