@@ -19,7 +19,7 @@ from mpipar.schedule.mutate import Mutant, mutants, survivors
 from mpipar.schedule.registry import Generator, algorithms, generators, make
 from mpipar.schedule.replay import replay
 from mpipar.schedule.segment import segment
-from mpipar.schedule.text import describe
+from mpipar.schedule.text import describe, parse_rounds
 from mpipar.schedule.transpose import transpose
 from mpipar.schedule.verify import Counts, count, verify
 
@@ -40,6 +40,7 @@ __all__ = [
     "generators",
     "make",
     "mutants",
+    "parse_rounds",
     "replay",
     "segment",
     "survivors",

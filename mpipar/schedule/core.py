@@ -126,7 +126,6 @@ class CommSchedule:
     root: int = 0
     offset: int = 1
     parts: int = 1
-    reduced: bool = False  # values are added on the way (all_reduce, reduce_scatter, reduce)
     symmetry: Declare | None = field(default=None, compare=False)
 
     def rounds(self, rank: int) -> Iterator[Round]:
@@ -141,6 +140,11 @@ class CommSchedule:
     def name(self) -> str:
         """The collective and the algorithm, as `all_reduce/ring`."""
         return f"{self.collective}/{self.algorithm}"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether values are added on the way: all_reduce, reduce_scatter and reduce."""
+        return self.collective in ("all_reduce", "reduce_scatter", "reduce")
 
     @property
     def blocks(self) -> int:

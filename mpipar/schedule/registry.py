@@ -18,8 +18,6 @@ from mpipar.schedule.core import COLLECTIVES, CommSchedule, Declare, Round
 Rounds = Callable[..., Iterator[Round]]
 F = TypeVar("F", bound=Rounds)
 
-REDUCED = ("all_reduce", "reduce_scatter", "reduce")
-
 
 @dataclass(frozen=True)
 class Generator:
@@ -133,7 +131,6 @@ def make(
         make=partial(generator.rounds, p, **options),
         root=options.get("root", 0),
         offset=options.get("offset", 1),
-        reduced=collective in REDUCED,
         symmetry=generator.symmetry,
     )
 

@@ -3,6 +3,7 @@
     3>1   send chunk 3 to rank 1
     3<1   receive chunk 3 from rank 1, in place of the own value
     3+1   receive chunk 3 from rank 1 and add it to the own value
+    -     a round in which the rank does nothing
 
 The ring all_reduce on 2 ranks:
 
@@ -10,9 +11,14 @@ The ring all_reduce on 2 ranks:
     1: 0>0 1+0 | 1>0 0<0
 """
 
+import re
+from collections.abc import Callable
+
+from mpipar.errors import ScheduleError, explain
 from mpipar.schedule.core import CommSchedule, Op, Recv, RecvReduce, Round, Send
 
 _SIGNS = {Send: ">", Recv: "<", RecvReduce: "+"}
+_KINDS: dict[str, Callable[[int, int], Op]] = {">": Send, "<": Recv, "+": RecvReduce}
 
 
 def describe(schedule: CommSchedule) -> str:
@@ -31,3 +37,21 @@ def describe_round(ops: Round) -> str:
 def describe_op(op: Op) -> str:
     """Return one operation as text: `chunk>peer`, `chunk<peer` or `chunk+peer`."""
     return f"{op.chunk}{_SIGNS[type(op)]}{op.peer}"
+
+
+def parse_rounds(text: str) -> list[Round]:
+    """Return the rounds of one rank, from text like `1>1 0+1 | 0>1 1<1`.
+
+    Raises ScheduleError naming the operation that it cannot read.
+    """
+    rounds = text.split("|") if text.strip() else []
+    return [tuple(map(_parse_op, words.replace("-", " ").split())) for words in rounds]
+
+
+def _parse_op(word: str) -> Op:
+    found = re.fullmatch(r"(\d+)([<>+])(\d+)", word)
+    if not found:
+        rule = "an operation is chunk>peer, chunk<peer or chunk+peer"
+        raise ScheduleError(explain("operation", word, rule, "Write it so"))
+    chunk, sign, peer = found.groups()
+    return _KINDS[sign](int(peer), int(chunk))

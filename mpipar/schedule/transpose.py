@@ -65,7 +65,6 @@ def transpose(schedule: CommSchedule) -> CommSchedule:
         if schedule.algorithm.endswith(suffix)
         else schedule.algorithm + suffix,
         offset=-schedule.offset if collective == "shift" else schedule.offset,
-        reduced=collective in ("all_reduce", "reduce_scatter", "reduce"),
     )
 
 
