@@ -2,7 +2,8 @@
 
 A Module's members are its attributes that are Parameters or Modules, or lists, tuples and dicts of
 those.  The name of a parameter is its attribute path, as in PyTorch:
-`blocks.0.attention.qkv.weight`.  A parameter that can be reached by two paths (a tied weight) counts once, under the first.
+`blocks.0.attention.qkv.weight`.  A parameter that can be reached by two paths (a tied weight)
+counts once, under the first.
 """
 
 from collections.abc import Iterator

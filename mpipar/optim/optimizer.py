@@ -85,11 +85,13 @@ class Optimizer:
                     continue
                 state = self.state[self.names[id(param)]]
                 state["step"] += 1
-                value = state.get("master", param.data)
-                grad = grad.astype(value.dtype, copy=False)
-                self.update(value, grad, state, group, grad_scale)
-                if value is not param.data:
-                    param.data[...] = value
+                xp = module_of(param.data)
+                value: Array = state.get("master", param.data)
+                solid = xp.asarray(value, order="C")  # kernels take no strided views: a copy then
+                grad = xp.asarray(grad, value.dtype, order="C")
+                self.update(solid, grad, state, group, grad_scale)
+                if solid is not param.data:
+                    param.data[...] = solid
 
     def update(
         self, value: Array, grad: Array, state: dict[str, Array], group: Group, grad_scale: float

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor
-from mpipar.kernels.adamw import sgd_step
+from mpipar.kernels.sgd import sgd_step
 from mpipar.optim.optimizer import Group, Optimizer, check_range
 
 

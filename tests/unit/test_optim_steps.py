@@ -148,6 +148,20 @@ def test_steps_too_small_for_sixteen_bits_add_up():
     assert abs(float(param.data[0]) - 0.99) < 1e-3
 
 
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_strided_views_and_single_numbers_are_updated_too(kind):
+    memory = numbers(0, (3, 8))
+    strided, solid = Parameter(memory[:, ::2]), Parameter(memory[:, ::2].copy())
+    single = Parameter(np.array(2.0))
+    for param in (strided, solid, single):
+        param.grad = np.ones(param.shape).T.copy().T
+    kind([strided, solid, single], 0.1).step()
+    np.testing.assert_array_equal(strided.data, solid.data)
+    assert np.shares_memory(strided.data, memory)
+    assert single.data.shape == ()
+    np.testing.assert_allclose(single.data, 1.9, rtol=1e-7)
+
+
 def test_a_parameter_without_gradient_is_skipped_and_keeps_its_own_count():
     first, second = parameters()
     optimizer = AdamW([first, second], 0.01, weight_decay=0.0)
