@@ -9,6 +9,7 @@ rank sees is left to the abort hook, which ends the whole job and names the rank
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from mpipar.errors import MpiparError
 from mpipar.train.config import TrainConfig as Config
@@ -37,15 +38,13 @@ def run(config: Config) -> int:
         reports = [JsonLog(config.log)] if config.log else []
         reports += [Plot(config.plot)] if config.plot else []
         reports += [display(config)]
-    report = Several(reports)
     try:
-        train(config, world, report)
+        with closing(Several(reports)) as report:
+            train(config, world, report)
     except MpiparError as error:
         if not is_of_all_ranks(error):
             raise
         return fail(str(error), world.rank == 0, world.Barrier)
-    finally:
-        report.close()
     return 0
 
 

@@ -16,11 +16,12 @@ Which sequences, weights and dropout masks there are depends on seed, step and g
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar import models, rng
+from mpipar import models, partition, rng
 from mpipar.autograd import no_grad
 from mpipar.errors import NonFiniteError, explain
 from mpipar.models.transformer import IGNORE
@@ -40,6 +41,9 @@ from mpipar.train.report import Facts, Report, Row
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+PROMPT = 32  # tokens that the sample starts from
+TEMPERATURE = 0.8
 
 
 def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = None) -> list[Row]:
@@ -61,10 +65,7 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
     options = {"reproducible": config.reproducible, "check": config.check_collectives}
     with Mesh(world, dp=config.dp, tp=config.tp, device=config.device, **options) as mesh:
-        try:
-            return fit(config, mesh, corpus, report)
-        finally:
-            report.close()
+        return fit(config, mesh, corpus, report)
 
 
 def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list[Row]:
@@ -165,16 +166,20 @@ def evaluate(model: Any, batches: Batches, config: TrainConfig, mesh: Mesh) -> f
 
 
 def sample(model: Any, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
-    """Return what the model writes after the start of a held-out sequence.
+    """Return what the model writes after the first held-out tokens, and those before it.
 
     The ranks of the first data-parallel coordinate write, the others wait.
     """
     text = ""
     if config.sample and mesh.dp.rank == 0:
-        prompt = np.asarray(corpus.held_out[: min(32, config.seq // 2)], np.int64)
-        tokens = models.generate(model, prompt, config.sample, seed=config.seed)
+        sizes = partition.blocks(config.vocab, mesh.tp.size)
+        gather = partial(mesh.tp.all_gather, sizes=sizes)
+        prompt = np.asarray(corpus.held_out[: min(PROMPT, config.seq // 2) or 1], np.int64)
+        settings: dict[str, Any] = {"temperature": TEMPERATURE, "gather": gather}
+        written = models.generate(model, prompt, config.sample, seed=config.seed, **settings)
+        tokens = np.concatenate([prompt, written])
         if corpus.is_text:
-            text = bytes(np.asarray(tokens, np.uint8)).decode("utf-8", "replace")
+            text = bytes(tokens.clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
         else:
             text = " ".join(map(str, tokens))
     mesh.world.barrier()
