@@ -10,6 +10,7 @@ sequence number, so that two handles in flight never mix.
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -280,7 +281,7 @@ class Persistent:
         out, operands = self._array(f.out), [self._array(place) for place in f.operands]
         combine = getattr(fold, "combine", None)
         if combine is not None and len(operands) == 2 and divisor == 1:
-            return combine, (operands[0], operands[1], out)
+            return partial(combine, *operands, out=out), ()
         return fold, (operands, out, divisor)
 
 
