@@ -29,11 +29,6 @@ def test_parts_below_communication_start_no_mpi(part: str) -> None:
     assert not modules & {"mpi4py.MPI", "cupy", "matplotlib", "rich", "tyro"}
 
 
-def test_schedules_need_the_standard_library_alone() -> None:
-    """A person can read, verify and draw schedules without NumPy being loaded."""
-    assert "numpy" not in loaded_by(", mpipar.schedule.core")
-
-
 def test_every_public_name_can_be_loaded() -> None:
     code = "import mpipar; print(len([getattr(mpipar, name) for name in mpipar.__all__]))"
     done = run([sys.executable, "-c", code])
