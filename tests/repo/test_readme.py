@@ -50,8 +50,9 @@ def path(tmp_path: Path) -> str:
     """A PATH on which `mpiexec`, `python` and `mpipar` are those of this environment."""
     folder = tmp_path / "bin"
     folder.mkdir()
+    start = "from mpipar.cli.main import main; raise SystemExit(main())"
     programs = {
-        "mpipar": f'{sys.executable} -c "from mpipar.cli.main import main; raise SystemExit(main())"',
+        "mpipar": f'{sys.executable} -c "{start}"',
         "mpiexec": mpiexec()[0],
         "python": sys.executable,
     }
