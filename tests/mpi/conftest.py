@@ -43,12 +43,6 @@ def raw(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterator[MPI.In
 
 
 @pytest.fixture
-def synchronous_sends(request: pytest.FixtureRequest) -> bool:
-    """Whether `--synchronous-sends` was given."""
-    return bool(request.config.getoption("--synchronous-sends"))
-
-
-@pytest.fixture
 def shared_path(world: MPI.Intracomm, tmp_path: Path) -> Path:
     """A folder, new and empty, that all ranks share."""
     path: Path = world.bcast(tmp_path)

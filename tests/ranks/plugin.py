@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--synchronous-sends",
         action="store_true",
-        help="run the MPI tests with every send synchronous, so that none relies on buffering",
+        help="make every send of a schedule synchronous, so that none relies on buffering",
     )
     group.addoption(
         "--grace",
@@ -62,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "time_limit(seconds): how long the test may take before the job is ended (default 60)",
     ):
         config.addinivalue_line("markers", line)
+    if config.getoption("--synchronous-sends"):
+        os.environ["MPIPAR_SYNCHRONOUS_SENDS"] = "1"  # read when mpipar.comm.run is imported
     config.pluginmanager.register(Ranks(config), "mpipar-ranks")
 
 

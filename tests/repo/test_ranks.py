@@ -204,6 +204,15 @@ def test_a_failure_in_teardown(tmp_path: Path) -> None:
     assert "rank 2 in teardown" in done.stdout
 
 
+def test_synchronous_sends_are_asked_for(tmp_path: Path) -> None:
+    body = """
+def test_run_knows():
+    from mpipar.comm import run
+    assert run.synchronous_sends
+"""
+    assert suite(tmp_path, body, 2, options=("--synchronous-sends",)).returncode == 0
+
+
 def test_launch_kills_what_takes_too_long(tmp_path: Path) -> None:
     code = "import time; print('started', flush=True); time.sleep(60)"
     start = time.monotonic()
