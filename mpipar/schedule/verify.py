@@ -33,9 +33,10 @@ def verify(schedule: CommSchedule, ordered: bool = False) -> None:
         total = 0
         for rank, mask in operands:
             if total & mask:
+                first = next(source for source, earlier in operands if earlier & mask)
                 what = (
-                    f"{place}: chunk {chunk} already has the contributions of ranks "
-                    f"{_ranks(total & mask)}, which rank {rank} adds a second time"
+                    f"{place}: chunk {chunk} gets the contributions of ranks "
+                    f"{_ranks(total & mask)} twice, from rank {first} and from rank {rank}"
                 )
                 raise fault(schedule, what, "Add every contribution once")
             if ordered and total and mask & -mask != 1 << total.bit_length():
