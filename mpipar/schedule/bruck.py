@@ -16,12 +16,17 @@ Chunk ids are global, so the rotations of the paper's first and last phase are n
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import rotation
 from mpipar.schedule.core import Recv, Round, Send
 from mpipar.schedule.registry import per_pair, per_rank, register
 
 
 @register(
-    "all_gather", "bruck", "ceil(log2 p) rounds for any p (Bruck et al. 1997)", chunks=per_rank
+    "all_gather",
+    "bruck",
+    "ceil(log2 p) rounds for any p (Bruck et al. 1997)",
+    chunks=per_rank,
+    symmetry=rotation,
 )
 def all_gather(p: int, rank: int) -> Iterator[Round]:
     """Yield ceil(log2 p) rounds; before round k a rank holds the 2^k chunks from its own on."""
@@ -39,6 +44,7 @@ def all_gather(p: int, rank: int) -> Iterator[Round]:
     "bruck",
     "ceil(log2 p) rounds, blocks hop by powers of two (Bruck et al. 1997)",
     chunks=per_pair,
+    symmetry=rotation,
 )
 def all_to_all(p: int, rank: int) -> Iterator[Round]:
     """Yield ceil(log2 p) rounds; round k moves the blocks with bit k in their distance."""

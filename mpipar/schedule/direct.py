@@ -17,6 +17,7 @@ messages open and needs room for p-1 received blocks.
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import rotation
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.registry import per_pair, per_rank, register
 
@@ -32,6 +33,7 @@ def _others(p: int, rank: int) -> list[int]:
     "every block straight to its owner, added from rank 0 to p-1 in one round",
     chunks=per_rank,
     ordered=True,
+    symmetry=rotation,
 )
 def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
     """Yield one round: chunk j to rank j; own chunk from all."""
@@ -40,7 +42,13 @@ def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
         yield (*(Send(j, j) for j in others), *(RecvReduce(j, rank) for j in others))
 
 
-@register("all_gather", "direct", "every block straight to all, in one round", chunks=per_rank)
+@register(
+    "all_gather",
+    "direct",
+    "every block straight to all, in one round",
+    chunks=per_rank,
+    symmetry=rotation,
+)
 def all_gather(p: int, rank: int) -> Iterator[Round]:
     """Yield one round: own chunk to all; chunk j from rank j."""
     if p > 1:
@@ -54,6 +62,7 @@ def all_gather(p: int, rank: int) -> Iterator[Round]:
     "direct reduce_scatter, then direct all_gather: the sum x0 + x1 + ... in rank order",
     chunks=per_rank,
     ordered=True,
+    symmetry=rotation,
 )
 def all_reduce(p: int, rank: int) -> Iterator[Round]:
     """Yield two rounds: the reduce_scatter's, then the all_gather's."""
@@ -61,7 +70,13 @@ def all_reduce(p: int, rank: int) -> Iterator[Round]:
     yield from all_gather(p, rank)
 
 
-@register("all_to_all", "direct", "every block straight to its rank, in one round", chunks=per_pair)
+@register(
+    "all_to_all",
+    "direct",
+    "every block straight to its rank, in one round",
+    chunks=per_pair,
+    symmetry=rotation,
+)
 def all_to_all(p: int, rank: int) -> Iterator[Round]:
     """Yield one round: chunk rank*p + j to rank j; chunk j*p + rank from rank j."""
     if p > 1:

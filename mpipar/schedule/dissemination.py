@@ -10,6 +10,7 @@ arrived"; it has no bytes, a message is its own news.  Cost: (ceil log2 p) alpha
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import rotation
 from mpipar.schedule.core import Recv, Round, Send
 from mpipar.schedule.registry import per_rank, register
 
@@ -19,6 +20,7 @@ from mpipar.schedule.registry import per_rank, register
     "dissemination",
     "round k: news to rank + 2^k (Hensgen, Finkel, Manber 1988)",
     chunks=per_rank,
+    symmetry=rotation,
 )
 def barrier(p: int, rank: int) -> Iterator[Round]:
     """Yield ceil(log2 p) rounds; before round k a rank knows of itself and the 2^k - 1 behind."""

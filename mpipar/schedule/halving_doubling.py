@@ -19,6 +19,7 @@ on the ranks that fold.
 
 from collections.abc import Callable, Iterator
 
+from mpipar.schedule.classes import folded
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.folding import fold
 from mpipar.schedule.registry import register
@@ -35,6 +36,7 @@ def halves(p: int, **_: object) -> int:
     "recursive halving, then recursive doubling (Rabenseifner 2004)",
     chunks=halves,
     ordered=True,
+    symmetry=folded,
 )
 def all_reduce(p: int, rank: int) -> Iterator[Round]:
     """Yield 2 log2 p rounds for a power of two; else two more on the ranks that fold."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 
 from mpipar.partition import offsets
+from mpipar.schedule.classes import two_level
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.folding import fold
 from mpipar.schedule.halving_doubling import exchange
@@ -43,6 +44,7 @@ def chunk_count(p: int, nodes: tuple[int, ...]) -> int:
     chunks=chunk_count,
     ordered=True,
     options=("nodes",),
+    symmetry=two_level,
 )
 def all_reduce(p: int, rank: int, nodes: tuple[int, ...]) -> Iterator[Round]:
     """Yield the rounds inside the node, then across the nodes, then inside again."""
@@ -54,10 +56,12 @@ def all_reduce(p: int, rank: int, nodes: tuple[int, ...]) -> Iterator[Round]:
     def owner(shard: int, node: int) -> int:
         return first_of[node] + shard * nodes[node] // shards
 
-    owners = [(c, owner(c // width, node)) for c in range(shards * width)]
-    own = [c for c, who in owners if who == rank]
-    others = [peer for peer in local if peer != rank]
-    foreign = [(c, who) for c, who in owners if who != rank]
+    owned: dict[int, list[int]] = {peer: [] for peer in local}
+    for c in range(shards * width):
+        owned[owner(c // width, node)].append(c)
+    own = owned[rank]
+    others = [*range(rank + 1, local.stop), *range(local.start, rank)]  # from the next one round
+    foreign = [(c, who) for who in others for c in owned[who]]
     if others:
         sends = [Send(who, c) for c, who in foreign]
         yield (*sends, *(RecvReduce(peer, c) for peer in others for c in own))

@@ -12,6 +12,7 @@ which is not rank order.
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import rotation
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.registry import per_pair, per_rank, register
 
@@ -21,6 +22,7 @@ from mpipar.schedule.registry import per_pair, per_rank, register
     "pairwise",
     "round s: to rank + s, from rank - s (Thakur, Rabenseifner, Gropp 2005)",
     chunks=per_rank,
+    symmetry=rotation,
 )
 def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
     """Yield p-1 rounds: a chunk straight to its owner, own chunk from one rank after the other."""
@@ -34,6 +36,7 @@ def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
     "pairwise",
     "round s: to rank + s, from rank - s (Thakur, Rabenseifner, Gropp 2005)",
     chunks=per_pair,
+    symmetry=rotation,
 )
 def all_to_all(p: int, rank: int) -> Iterator[Round]:
     """Yield p-1 rounds: chunk rank*p + j to rank j; chunk j*p + rank from rank j."""

@@ -16,6 +16,7 @@ Cost for n bytes: all_reduce log2 p (alpha + n beta), good for small n; all_gath
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import exclusive_or, folded
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.folding import fold
 from mpipar.schedule.registry import one, per_rank, register
@@ -27,6 +28,7 @@ from mpipar.schedule.registry import one, per_rank, register
     "whole vectors exchanged at distance 1, 2, 4, ... (Thakur et al. 2005)",
     chunks=one,
     ordered=True,
+    symmetry=folded,
 )
 def all_reduce(p: int, rank: int) -> Iterator[Round]:
     """Yield log2 p rounds for a power of two; else two more on the ranks that fold."""
@@ -52,6 +54,7 @@ def all_reduce(p: int, rank: int) -> Iterator[Round]:
     "recursive_doubling",
     "what is held so far exchanged at distance 1, 2, 4, ... (Thakur et al. 2005)",
     chunks=per_rank,
+    symmetry=exclusive_or,
 )
 def all_gather(p: int, rank: int) -> Iterator[Round]:
     """Yield log2 p rounds for a power of two; else two more on the ranks that fold."""

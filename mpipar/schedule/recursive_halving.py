@@ -17,6 +17,7 @@ ranks that fold.
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import exclusive_or
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.folding import Folding, fold
 from mpipar.schedule.registry import per_rank, register
@@ -28,6 +29,7 @@ from mpipar.schedule.registry import per_rank, register
     "half of what is left exchanged at distance 1, 2, 4, ... (Thakur et al. 2005)",
     chunks=per_rank,
     ordered=True,
+    symmetry=exclusive_or,
 )
 def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
     """Yield log2 p rounds for a power of two; else two more on the ranks that fold."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mpipar.errors import ConfigError, explain
 from mpipar.partition import blocks
-from mpipar.schedule.core import COLLECTIVES, CommSchedule, Declare, Round
+from mpipar.schedule.core import COLLECTIVES, CommSchedule, Round, Symmetry
 
 Rounds = Callable[..., Iterator[Round]]
 F = TypeVar("F", bound=Rounds)
@@ -26,8 +26,9 @@ class Generator:
     `rounds(p, rank, **options)` yields the rounds, `chunks(p, **options)` counts the chunk ids.
     `ordered` says that operands are added in rank order, so that a non-commutative operation works.
     `options` names what of root, offset and nodes it takes; `about` is one line with the source.
-    `symmetry` declares which ranks behave alike (see `core.Symmetry`), where it is known.  Every
-    generator works for every number of ranks.
+    `symmetry` declares which ranks behave alike, given the ranks of each node (see `classes`); of a
+    generator that takes nodes, it is given those of the schedule first.  Every generator works for
+    every number of ranks.
     """
 
     collective: str
@@ -37,7 +38,7 @@ class Generator:
     ordered: bool
     options: tuple[str, ...]
     about: str
-    symmetry: Declare | None = None
+    symmetry: Callable[..., Symmetry | None] | None = None
 
 
 generators: dict[str, dict[str, Generator]] = {collective: {} for collective in COLLECTIVES}
@@ -66,7 +67,7 @@ def register(
     chunks: Callable[..., int],
     ordered: bool = False,
     options: tuple[str, ...] = (),
-    symmetry: Declare | None = None,
+    symmetry: Callable[..., Symmetry | None] | None = None,
 ) -> Callable[[F], F]:
     """Enter the decorated generator into the table."""
 
@@ -88,8 +89,13 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def default_nodes(p: int) -> tuple[int, ...]:
-    """Return the node sizes that `make` assumes if it is told none: about sqrt(p) equal nodes."""
-    return blocks(p, isqrt(p))
+    """Return the node sizes that `make` assumes if it is told none: about sqrt(p) nodes.
+
+    They are equal if a number of nodes from sqrt(p)/2 to sqrt(p) divides p.
+    """
+    most = isqrt(p)
+    fits = [count for count in range(most, most // 2, -1) if p % count == 0]
+    return blocks(p, fits[0] if fits else most)
 
 
 def make(
@@ -123,6 +129,9 @@ def make(
         options["offset"] = offset
     if "nodes" in generator.options:
         options["nodes"] = _checked_nodes(nodes, p)
+    symmetry = generator.symmetry
+    if symmetry is not None and "nodes" in options:
+        symmetry = partial(symmetry, options["nodes"])
     return CommSchedule(
         collective,
         algorithm,
@@ -131,7 +140,7 @@ def make(
         make=partial(generator.rounds, p, **options),
         root=options.get("root", 0),
         offset=options.get("offset", 1),
-        symmetry=generator.symmetry,
+        symmetry=symmetry,
     )
 
 

@@ -14,12 +14,17 @@ shift alpha + n beta.  The sum of chunk c starts at rank c+1, so it is not in ra
 
 from collections.abc import Iterator
 
+from mpipar.schedule.classes import rotation
 from mpipar.schedule.core import Recv, RecvReduce, Round, Send
 from mpipar.schedule.registry import per_rank, register
 
 
 @register(
-    "reduce_scatter", "ring", "sums travel round the ring (Patarasuk, Yuan 2009)", chunks=per_rank
+    "reduce_scatter",
+    "ring",
+    "sums travel round the ring (Patarasuk, Yuan 2009)",
+    chunks=per_rank,
+    symmetry=rotation,
 )
 def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
     """Yield p-1 rounds; the sum of chunk c travels from rank c+1 round to rank c."""
@@ -28,7 +33,13 @@ def reduce_scatter(p: int, rank: int) -> Iterator[Round]:
         yield Send(after, (rank - step) % p), RecvReduce(before, (rank - step - 1) % p)
 
 
-@register("all_gather", "ring", "blocks travel round the ring (Chan et al. 2007)", chunks=per_rank)
+@register(
+    "all_gather",
+    "ring",
+    "blocks travel round the ring (Chan et al. 2007)",
+    chunks=per_rank,
+    symmetry=rotation,
+)
 def all_gather(p: int, rank: int) -> Iterator[Round]:
     """Yield p-1 rounds; chunk c travels from rank c round to rank c-1."""
     after, before = (rank + 1) % p, (rank - 1) % p
@@ -41,6 +52,7 @@ def all_gather(p: int, rank: int) -> Iterator[Round]:
     "ring",
     "ring reduce_scatter, then ring all_gather (Patarasuk, Yuan 2009)",
     chunks=per_rank,
+    symmetry=rotation,
 )
 def all_reduce(p: int, rank: int) -> Iterator[Round]:
     """Yield 2(p-1) rounds: the reduce_scatter's, then the all_gather's."""
@@ -49,7 +61,12 @@ def all_reduce(p: int, rank: int) -> Iterator[Round]:
 
 
 @register(
-    "shift", "ring", "every rank sends to rank + offset", chunks=per_rank, options=("offset",)
+    "shift",
+    "ring",
+    "every rank sends to rank + offset",
+    chunks=per_rank,
+    options=("offset",),
+    symmetry=rotation,
 )
 def shift(p: int, rank: int, offset: int) -> Iterator[Round]:
     """Yield one round, or none if the offset is a multiple of p."""

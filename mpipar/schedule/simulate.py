@@ -1,0 +1,353 @@
+"""What a schedule costs on a network: the alpha-beta-gamma model with two levels.
+
+The model (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, section 3), kept to these rules:
+
+- A message of n bytes takes alpha + n beta seconds, n added bytes take n gamma.  Alpha and beta
+  have one value inside a node and one between nodes.
+- A rank sends one message at a time, in the order listed, and takes in one at a time, in the order
+  in which they arrive, both at once.
+- Sends are eager: a message travels whether or not its receiver has come to its round.
+- A round ends when its sends are out and its receives in.  Then its additions run, while what
+  does not depend on them travels already: a message of the next round that holds a chunk just
+  added waits for the additions.  (The executor in mpipar.comm does the same.)
+- With `shared`, the ranks of a node that ever talk to other nodes share the node's link evenly:
+  beta between nodes is multiplied by how many they are.
+
+Every rank is a coroutine that stops where a message it needs has not been sent yet.  Time is only
+computed, never waited for, so the order in which the ranks are run does not matter.
+
+A schedule on many ranks is simulated through the classes of equivalent ranks that it declares
+(`CommSchedule.symmetry`): only the representatives run, and a message from another rank is looked
+up as the one that the representative of that rank sends.  A ring on 100,000 ranks is one coroutine.
+"""
+
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain, repeat
+from operator import itemgetter
+
+from mpipar.errors import ConfigError, ScheduleError, explain
+from mpipar.schedule.core import CommSchedule, Recv, RecvReduce, Round, Send, Symmetry
+from mpipar.trace import Span, Timeline
+
+OPERATIONS = 50_000_000  # the most operations that one simulation goes through
+
+
+@dataclass(frozen=True)
+class Network:
+    """Times of one machine: seconds a message (alpha), a byte sent (beta), a byte added (gamma).
+
+    Plain names are between nodes, `_intra` inside a node.  The defaults are a common cluster: 2 us
+    and 12.5 GB/s (100 Gbit/s) between nodes, 0.5 us and 20 GB/s inside, additions at 10 GB/s.
+
+    `nodes`: None for one rank on each node; a number for that many ranks on every node (the last
+    may have fewer); a tuple for the ranks of each node.  Consecutive ranks share a node.
+    `shared`: the ranks of a node share one link to the others.
+    Raises ConfigError for a negative time.
+    """
+
+    alpha: float = 2e-6
+    beta: float = 1 / 12.5e9
+    gamma: float = 1 / 10e9
+    alpha_intra: float = 0.5e-6
+    beta_intra: float = 1 / 20e9
+    nodes: int | tuple[int, ...] | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "gamma", "alpha_intra", "beta_intra"):
+            if not getattr(self, name) >= 0:
+                rule = "a time is not negative"
+                raise ConfigError(explain(name, getattr(self, name), rule, "Pass seconds >= 0"))
+
+    def layout(self, p: int) -> tuple[int, ...]:
+        """Return the ranks of each node for a group of `p`; ConfigError if they do not add up."""
+        if self.nodes is None:
+            return (1,) * p
+        if isinstance(self.nodes, int):
+            whole, rest = divmod(p, self.nodes) if self.nodes > 0 else (0, 0)
+            sizes = (self.nodes,) * whole + ((rest,) if rest else ())
+        else:
+            sizes = self.nodes
+        if sum(sizes) != p or min(sizes) < 1:
+            rule = f"every node has at least one rank, and together they have p={p}"
+            raise ConfigError(explain("nodes", self.nodes, rule, "Pass the ranks of each node"))
+        return sizes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a simulation found.  Times are seconds, sizes bytes.
+
+    `classes` lists (representative, number of ranks it stands for), and `finish` the time at which
+    each representative is done; in the full expansion every rank stands for itself.  `messages`
+    and `bytes_sent` count all ranks, `bytes_sent_max` the rank that sends most.  `timeline` holds
+    the spans of the representatives, up to the number asked for.
+    """
+
+    makespan: float
+    timeline: Timeline
+    finish: dict[int, float]
+    classes: tuple[tuple[int, int], ...]
+    messages: int
+    bytes_sent: float
+    bytes_sent_max: float
+
+
+def chunk_bytes(schedule: CommSchedule, bytes: float) -> float:
+    """Return the bytes of each chunk if one rank's whole vector (nccl-tests' S) has `bytes`.
+
+    The whole vector is the result of all_gather and gather, the input of reduce_scatter and
+    scatter, the input of one rank of all_to_all, and the one block of a shift.  A barrier has none.
+    """
+    match schedule.collective:
+        case "barrier":
+            return 0.0
+        case "shift":
+            count = schedule.parts
+        case "all_to_all":
+            count = schedule.ranks * schedule.parts
+        case _:
+            count = schedule.chunks
+    return bytes / count
+
+
+def bus_bandwidth(collective: str, bytes: float, ranks: int, seconds: float) -> float:
+    """Return bytes a second on the busiest link, by the convention of nccl-tests.
+
+    It compares collectives and rank counts: a perfect one shows the link's own bandwidth.
+    """
+    if seconds <= 0:
+        return 0.0
+    factor = {"all_reduce": 2.0 * (ranks - 1) / ranks, "barrier": 0.0}
+    for name in ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"):
+        factor[name] = (ranks - 1) / ranks
+    return factor.get(collective, 1.0) * bytes / seconds
+
+
+def simulate(
+    schedule: CommSchedule,
+    bytes: float,
+    network: Network = Network(),
+    sizes: Sequence[float] | None = None,
+    full: bool = False,
+    spans: int = 100_000,
+) -> Result:
+    """Return the time that `schedule` takes for a vector of `bytes`, and what each rank does when.
+
+    Chunks are equal parts of `bytes` (see `chunk_bytes`), fractions of a byte allowed, or have
+    the `sizes` given, in bytes by chunk id.  Only representatives are run if the schedule declares
+    classes for the network's nodes; `full` and `sizes` run all ranks.  At most `spans` spans are
+    kept in the timeline.
+
+    Raises ScheduleError if the schedule waits for a message that is never sent, and where it takes
+    more than OPERATIONS operations; ConfigError for sizes or nodes that do not fit.
+    """
+    if sizes is not None and len(sizes) != schedule.chunks:
+        rule = f"{schedule.name} has {schedule.chunks} chunks"
+        raise ConfigError(explain("len(sizes)", len(sizes), rule, "Pass one size for each"))
+    nodes = network.layout(schedule.ranks)
+    symmetry = None
+    if not full and sizes is None and schedule.symmetry is not None:
+        symmetry = schedule.symmetry(nodes)
+        if network.shared and symmetry and not symmetry.exact and 1 < len(nodes) < schedule.ranks:
+            symmetry = None  # ranks that are late no longer stay late if their links are faster
+    run = _Run(schedule, network, nodes, symmetry, spans)
+    run.sizes, run.each = sizes, chunk_bytes(schedule, bytes)
+    if network.shared:
+        run.share_links()
+    run.go()
+    return Result(
+        makespan=max(run.finish.values()),
+        timeline=run.timeline,
+        finish=run.finish,
+        classes=run.classes,
+        messages=run.messages,
+        bytes_sent=run.bytes_sent,
+        bytes_sent_max=run.bytes_sent_max,
+    )
+
+
+_Wanted = tuple[int, int, int, int]  # key of the message, its receiver, round and sender
+_Player = Iterator[_Wanted]
+_Messages = tuple[
+    Collection[tuple[bool, int, float]], Iterable[tuple[int, float]], float, Container[int]
+]
+
+
+class _Run:
+    """The state of one simulation.  A message's key is sender * ranks + receiver."""
+
+    sizes: Sequence[float] | None
+    each: float
+
+    def __init__(
+        self,
+        schedule: CommSchedule,
+        network: Network,
+        nodes: tuple[int, ...],
+        symmetry: Symmetry | None,
+        spans: int,
+    ) -> None:
+        self.schedule, self.network, self.nodes, self.room = schedule, network, nodes, spans
+        ranks = range(schedule.ranks)
+        self.link, self.key = lru_cache(4096)(self._link), lru_cache(4096)(self._key)
+        self.view = symmetry.view if symmetry else None
+        self.classes = symmetry.classes if symmetry else tuple((rank, 1) for rank in ranks)
+        self.keep = symmetry is not None and not symmetry.exact  # several may read one message
+        self.node = list(chain.from_iterable(repeat(i, n) for i, n in enumerate(nodes)))
+        self.share: dict[int, int] = {}  # node -> ranks on its link, if links are shared
+        self.posted: dict[int, list[float]] = {}  # key -> arrival times, in the order sent
+        self.waiting: dict[int, list[tuple[_Player, _Wanted]]] = {}
+        self.ready: deque[_Player] = deque()
+        self.timeline, self.finish = Timeline(), dict[int, float]()
+        self.operations = self.messages = 0
+        self.bytes_sent = self.bytes_sent_max = 0.0
+
+    def go(self) -> None:
+        """Run all coroutines to their ends."""
+        for rank, count in self.classes:
+            self._resume(self._play(rank, count))
+            while self.ready:
+                self._resume(self.ready.popleft())
+        for waiters in self.waiting.values():
+            _, rank, index, peer = waiters[0][1]
+            raise ScheduleError(
+                f"{self.schedule.name} on {self.schedule.ranks} ranks does not end: rank {rank} "
+                f"waits in its round {index} for a message that rank {peer} never sends"
+            )
+
+    def _resume(self, player: _Player) -> None:
+        wanted = next(player, None)
+        if wanted is not None:
+            self.waiting.setdefault(wanted[0], []).append((player, wanted))
+
+    def _play(self, rank: int, count: int) -> _Player:
+        """Compute one rank's times, yielding where it needs a message that is not sent yet."""
+        p, gamma, link, key_of = self.schedule.ranks, self.network.gamma, self.link, self.key
+        posted, waiting, taken = self.posted, self.waiting, dict[int, int]()
+        now = port = added = 0.0  # when the round begins, the last message is in, additions end
+        sent_bytes, sent_messages = 0.0, 0
+        fresh: Container[int] = ()  # the chunks that are being added
+        for index, ops in enumerate(self.schedule.rounds(rank)):
+            sends, receives, addition, fresh = self._messages(ops, fresh)
+            sent = now
+            for late, peer, size in sends:
+                alpha, beta = link(rank, peer)
+                start = added if late and added > sent else sent
+                sent = start + alpha + size * beta
+                sent_bytes += size
+                sent_messages += 1
+                key = rank * p + peer
+                posted.setdefault(key, []).append(sent)
+                if key in waiting:
+                    self._wake(key)
+                if self.room:
+                    self._note(rank, f"to {peer}", "send", start, sent, peer, size)
+            arrived = []
+            for peer, size in receives:
+                key = key_of(peer, rank)
+                place = taken.get(key, 0)
+                while key not in posted or len(posted[key]) <= place:
+                    yield key, rank, index, peer
+                arrived.append((self._take(key, taken, place), peer, size))
+            if len(arrived) > 1:
+                arrived.sort()
+            for arrival, peer, size in arrived:
+                flow = size * link(rank, peer)[1]
+                port = arrival if arrival > port + flow else port + flow
+                if self.room:
+                    self._note(rank, f"from {peer}", "recv", port - flow, port, peer, size)
+            now = max(sent, port, added)
+            if addition:
+                added = now + addition * gamma
+                if self.room:
+                    self._note(rank, "add", "reduce", now, added, None, addition)
+        self.finish[rank] = max(now, added)
+        self.messages += sent_messages * count
+        self.bytes_sent += sent_bytes * count
+        self.bytes_sent_max = max(self.bytes_sent_max, sent_bytes)
+
+    def _messages(self, ops: Round, fresh: Container[int]) -> _Messages:
+        """Return the sends, the receives, the bytes to add and the chunks to add them to.
+
+        A send is (whether it has a chunk of `fresh`, peer, bytes), a receive (peer, bytes).
+        """
+        sizes, each = self.sizes, self.each
+        self.operations += len(ops)
+        if self.operations > OPERATIONS:
+            self._refuse()
+        if len(ops) == 2 and sizes is None and type(ops[0]) is Send is not type(ops[1]):
+            (to, chunk), (source, target) = ops  # the two operations of a ring's round
+            pair = ((chunk in fresh, to, each),), ((source, each),)
+            return (*pair, 0.0, ()) if type(ops[1]) is Recv else (*pair, each, (target,))
+        out, late, into = dict[int, float](), set[int](), dict[int, float]()
+        addition, targets = 0.0, set[int]()
+        for op in ops:
+            peer, chunk = op
+            size = each if sizes is None else sizes[chunk]
+            if type(op) is Send:
+                out[peer] = out.get(peer, 0.0) + size
+                if chunk in fresh:
+                    late.add(peer)
+            else:
+                into[peer] = into.get(peer, 0.0) + size
+                if type(op) is RecvReduce:
+                    addition += size
+                    targets.add(chunk)
+        sends = sorted(((peer in late, peer, n) for peer, n in out.items()), key=itemgetter(0))
+        return sends, into.items(), addition, targets
+
+    def _wake(self, key: int) -> None:
+        self.ready.extend(player for player, _ in self.waiting.pop(key))
+
+    def _take(self, key: int, taken: dict[int, int], place: int) -> float:
+        arrivals = self.posted[key]
+        if self.keep:
+            taken[key] = place + 1
+            return arrivals[place]
+        arrival = arrivals.pop(0)
+        if not arrivals:
+            del self.posted[key]
+        return arrival
+
+    def _key(self, sender: int, receiver: int) -> int:
+        if self.view is not None:
+            sender, receiver = self.view(sender, receiver)
+        return sender * self.schedule.ranks + receiver
+
+    def _link(self, rank: int, peer: int) -> tuple[float, float]:
+        """Return alpha and beta of what `rank` sends to `peer` or receives from it."""
+        network, node = self.network, self.node[rank]
+        if node == self.node[peer]:
+            return network.alpha_intra, network.beta_intra
+        return network.alpha, network.beta * self.share.get(node, 1)
+
+    def share_links(self) -> None:
+        """Find for each node how many of its ranks talk to other nodes."""
+        crosses = {rank: self._crosses(rank) for rank, _ in self.classes}
+        first = list(accumulate(self.nodes, initial=0))
+        for node in {self.node[rank] for rank in crosses}:
+            mates = range(first[node], first[node + 1])
+            same = mates if self.view is None else [self.view(mate, mate)[0] for mate in mates]
+            self.share[node] = max(1, sum(crosses[rank] for rank in same))
+
+    def _crosses(self, rank: int) -> bool:
+        node, home = self.node, self.node[rank]
+        return any(node[op.peer] != home for ops in self.schedule.rounds(rank) for op in ops)
+
+    def _note(
+        self, rank: int, name: str, kind: str, start: float, stop: float, peer: int | None, n: float
+    ) -> None:
+        self.room -= 1
+        self.timeline.add(Span(rank, name, kind, start, stop, peer, round(n)))
+
+    def _refuse(self) -> None:
+        rule = (
+            f"{self.schedule.name} takes more than {OPERATIONS:,} operations on the "
+            f"{len(self.classes):,} ranks that are simulated"
+        )
+        fix = "Simulate fewer ranks, or nodes for which the algorithm declares classes"
+        raise ScheduleError(explain("p", self.schedule.ranks, rule, fix))
