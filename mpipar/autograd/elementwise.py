@@ -17,7 +17,7 @@ import numpy as np
 from mpipar import arrays
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit
 from mpipar.autograd.record import array, record, record_each, value
-from mpipar.autograd.tensor import Tensor
+from mpipar.autograd.tensor import Tensor, is_float
 from mpipar.errors import BufferMismatchError, explain
 
 Operand = Any  # a Tensor, an array, or a number
@@ -151,9 +151,17 @@ def _extreme(name: str, ufunc: Any, wins: Any, ties: Any, a: Operand, b: Operand
     )  # fmt: skip
 
 
+def _number_like(x: Any, y: Any) -> Any:
+    """Return x, or a Python number x in the dtype of the float array y."""
+    if hasattr(x, "dtype") or not hasattr(y, "dtype") or not is_float(y.dtype):
+        return x
+    return y.dtype.type(x)
+
+
 def where(condition: Any, a: Operand, b: Operand) -> Tensor:
     """Return a where `condition` (booleans) is true, else b.  All three broadcast together."""
     c, x, y = array(condition), value(a), value(b)
+    x, y = _number_like(x, y), _number_like(y, x)
     return binary(
         "where", lambda x, y: np.where(c, x, y),
         a, x, lambda g: np.where(c, g, g.dtype.type(0)),

@@ -1,5 +1,6 @@
 """Every operation on Tensors, as functions: `mpipar.functional`."""
 
+from mpipar.autograd.attention import attention
 from mpipar.autograd.elementwise import (
     abs,
     add,
@@ -19,7 +20,20 @@ from mpipar.autograd.elementwise import (
     tanh,
     where,
 )
+from mpipar.autograd.fused import (
+    dropout,
+    embedding,
+    gelu,
+    layer_norm,
+    log_softmax,
+    rms_norm,
+    rotary,
+    silu,
+    softmax,
+    swiglu,
+)
 from mpipar.autograd.linear import linear, matmul
+from mpipar.autograd.loss import cross_entropy
 from mpipar.autograd.reductions import max, mean, min, sum, var
 from mpipar.autograd.shapes import (
     broadcast_to,
@@ -36,14 +50,21 @@ __all__ = [
     "abs",
     "add",
     "astype",
+    "attention",
     "broadcast_to",
     "clip",
     "concat",
+    "cross_entropy",
     "div",
+    "dropout",
+    "embedding",
     "exp",
+    "gelu",
     "index",
+    "layer_norm",
     "linear",
     "log",
+    "log_softmax",
     "matmul",
     "max",
     "maximum",
@@ -55,12 +76,17 @@ __all__ = [
     "permute",
     "pow",
     "reshape",
+    "rms_norm",
+    "rotary",
     "sigmoid",
+    "silu",
+    "softmax",
     "split",
     "sqrt",
     "stack",
     "sub",
     "sum",
+    "swiglu",
     "tanh",
     "transpose",
     "var",

@@ -40,6 +40,11 @@ def array(x: Any) -> Array:
     return x if type(x) is np.ndarray or is_device(x) else np.asarray(x)
 
 
+def wanted(*inputs: Any) -> bool:
+    """Say whether an operation on these inputs will be recorded."""
+    return state.enabled and any([source_of(x) is not None for x in inputs])
+
+
 def wrap(data: Any, node: Any = None) -> Tensor:
     """Return a Tensor for an array without any checks; it wants a gradient if it has a node."""
     out: Tensor = _new(Tensor)

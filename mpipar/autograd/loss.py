@@ -1,0 +1,65 @@
+"""Cross-entropy: softmax and negative log-likelihood as one operation."""
+
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array
+from mpipar.autograd.record import array, record, wanted
+from mpipar.autograd.tensor import Tensor
+from mpipar.errors import BufferMismatchError, ConfigError, explain
+from mpipar.kernels import cross_entropy as kernel
+
+
+def cross_entropy(
+    logits: Any,
+    targets: Any,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the cross-entropy of logits [..., V] and integer targets [...].
+
+    reduction: "mean" over the targets that are not ignore_index (NaN if there are none), "sum", or
+    "none" for [...], zero where ignored.  label_smoothing: the share of the target distribution
+    that is spread evenly over all classes, as in PyTorch.  16-bit logits give a float32 loss.
+
+    Raises ConfigError for another reduction, a smoothing outside 0..1 or a target outside 0..V-1,
+    and BufferMismatchError if the shapes do not belong together.
+    """
+    x, t = array(logits), array(targets)
+    _check(x, t, reduction, label_smoothing)
+    flat = t.reshape(-1)
+    losses, p = kernel.forward(
+        x.reshape(-1, x.shape[-1]), flat, label_smoothing, ignore_index, wanted(logits)
+    )
+    count = 1
+    if reduction == "mean":
+        count = int(np.count_nonzero(flat != ignore_index))
+    out = losses.reshape(t.shape) if reduction == "none" else np.add.reduce(losses)
+    if reduction == "mean":
+        out = out / count if count else out * np.nan
+
+    def vjp(g: Array) -> Array:
+        assert p is not None
+        rows = np.broadcast_to(g if reduction == "none" else g / max(count, 1), t.shape)
+        dx = kernel.backward(rows.reshape(-1), p, flat, label_smoothing, ignore_index)
+        return dx.reshape(x.shape)
+
+    return record(out, (logits,), vjp)
+
+
+def _check(x: Array, t: Array, reduction: str, smoothing: float) -> None:
+    """Raise if the arguments of cross_entropy cannot work."""
+    if reduction not in ("mean", "sum", "none"):
+        rule = 'it is "mean", "sum" or "none"'
+        raise ConfigError(explain("reduction", reduction, rule, "Choose one of them"))
+    if not 0 <= smoothing <= 1:
+        rule = "it is between 0 and 1"
+        raise ConfigError(explain("label_smoothing", smoothing, rule, "Choose such a number"))
+    if not x.ndim or x.shape[:-1] != t.shape or t.dtype.kind not in "iu":
+        raise BufferMismatchError(
+            explain("cross_entropy of", ((x.shape, x.dtype.name), (t.shape, t.dtype.name)),
+                    "logits are [..., classes], targets integers [...]",
+                    "The classes come last: permute the logits if they do not")
+        )  # fmt: skip
