@@ -5,6 +5,8 @@ It knows nothing of communication: a collective is a `Function` with `collective
 
 from mpipar.autograd import functional, operators
 from mpipar.autograd.function import Function
+from mpipar.autograd.gradcheck import gradcheck
+from mpipar.autograd.recompute import recompute
 from mpipar.autograd.tape import Tape, add_pump, enable_grad, is_grad_enabled, no_grad
 from mpipar.autograd.tensor import Tensor, backward
 
@@ -19,7 +21,9 @@ __all__ = [
     "enable_grad",
     "from_dlpack",
     "functional",
+    "gradcheck",
     "is_grad_enabled",
     "no_grad",
     "operators",
+    "recompute",
 ]
