@@ -53,7 +53,7 @@ class Place:
         self.arrived: dict[int, Operands] = {}  # by chunk: what came in this round
         self.replaced: set[int] = set()  # chunks whose own value a Recv of this round replaces
         self.unread = set(values)  # chunks whose values were neither sent nor added to since
-        self.whence: dict[int, tuple[int, int]] = {}  # by chunk: (peer, round) of the last receive
+        self.whence: dict[int, list[tuple[int, int]]] = {}  # by chunk: (peer, round) of its parts
 
     def __str__(self) -> str:
         """Return the words that an error names the place by."""
@@ -63,8 +63,8 @@ class Place:
         """Say where the value of a chunk comes from."""
         if chunk not in self.whence:
             return f"which rank {self.rank} had from the start"
-        peer, number = self.whence[chunk]
-        return f"which rank {self.rank} received from rank {peer} in round {number}"
+        parts = [f"from rank {peer} in round {number}" for peer, number in self.whence[chunk]]
+        return f"which rank {self.rank} received {' and '.join(parts)}"
 
 
 # Makes a chunk's new value of the operands that meet there; the place still holds the old one.
@@ -156,19 +156,21 @@ def _meet(schedule: CommSchedule, source: Place, target: Place) -> bool:
 def _finish(schedule: CommSchedule, place: Place, combine: Combine) -> None:
     """Give the chunks that were received in a round their new values."""
     for chunk, operands in place.arrived.items():
-        peer = operands[0][0]
+        parts = [(peer, place.number) for peer, _ in operands]
         if chunk not in place.replaced:
             if chunk not in place.values:
-                what = f"{place} adds chunk {chunk} from rank {peer} to a value that is not there"
+                source = operands[0][0]
+                what = f"{place} adds chunk {chunk} from rank {source} to a value that is not there"
                 raise fault(schedule, what, "Receive it with Recv")
             operands.append((place.rank, place.values[chunk]))
+            parts = [*place.whence.get(chunk, ()), *parts]
         elif chunk in place.unread:
             raise _lost(schedule, place, chunk, f"when {place} replaces it")
         if len(operands) > 1:
             operands.sort(key=itemgetter(0))
         place.values[chunk] = combine(place, chunk, operands)
         place.unread.add(chunk)
-        place.whence[chunk] = peer, place.number
+        place.whence[chunk] = parts
     place.arrived.clear()
     place.replaced.clear()
 
