@@ -179,11 +179,19 @@ def sample(model: Any, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
         written = models.generate(model, prompt, config.sample, seed=config.seed, **settings)
         tokens = np.concatenate([prompt, written])
         if corpus.is_text:
-            text = bytes(tokens.clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
+            text = readable(tokens)
         else:
             text = " ".join(map(str, tokens))
     mesh.world.barrier()
     return text
+
+
+def readable(tokens: np.ndarray) -> str:
+    """Return bytes as text, with a mark for what is none or would upset a terminal."""
+    text = bytes(tokens.clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{MIDDLE DOT}" for char in text
+    )
 
 
 def comm_seconds(mesh: Mesh) -> float:
