@@ -13,11 +13,12 @@ biases zero, GELU by tanh.
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
+from mpipar.errors import ConfigError, explain
 from mpipar.models.attention import SelfAttention
 from mpipar.models.config import STD, ModelConfig
 from mpipar.models.factories import Factories
 from mpipar.models.transformer import Block, Transformer
-from mpipar.nn.embedding import Embedding, check_ids
+from mpipar.nn.embedding import Embedding
 from mpipar.nn.module import Module
 from mpipar.nn.norm import LayerNorm
 
@@ -75,12 +76,14 @@ class GPT2(Transformer):
         mlp = MLP(self.config, f"{name}.mlp", make)
         return Block(self.config, name, LayerNorm, attention, mlp)
 
-    def embed(self, tokens: Array, positions: Array) -> Tensor:
-        """Return tokens and positions added: (B, S, C).
+    def lookup(self, tokens: Array, positions: Array) -> Tensor:
+        """Return the rows of tokens and positions, added (B, S, C).
 
-        Raises ConfigError for a token outside the vocabulary or a position beyond config.seq.
+        Raises ConfigError for a position beyond config.seq.
         """
-        check_ids("tokens", tokens, self.config.vocab)
-        check_ids("positions", positions, self.config.seq)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
-        return self.dropout(x, positions)
+        last = int(positions.max(initial=0))
+        if last >= self.config.seq:
+            rule = f"the model has learned positions up to seq={self.config.seq}"
+            fix = "Pass shorter sequences, or build the model with a larger seq"
+            raise ConfigError(explain("positions", last, rule, fix))
+        return self.token_embedding(tokens) + self.position_embedding(positions)

@@ -78,7 +78,11 @@ class Transformer(Module):
     def embed(self, tokens: Array, positions: Array) -> Tensor:
         """Return the first activations (B, S, C)."""
         check_ids("tokens", tokens, self.config.vocab)
-        return self.dropout(self.token_embedding(tokens), positions)
+        return self.dropout(self.lookup(tokens, positions), positions)
+
+    def lookup(self, tokens: Array, positions: Array) -> Tensor:
+        """Return the rows of the tables for each token (B, S, C)."""
+        return self.token_embedding(tokens)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of the last activations (B, S, C), or this rank's part of them."""

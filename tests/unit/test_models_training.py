@@ -1,5 +1,6 @@
 """Gradients of whole models, learning, state, and text out of a model."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,8 +44,6 @@ def fit(model, steps=60, lr=1e-2):
 @each
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_gradients_of_the_whole_model(config, dropout):
-    from dataclasses import replace
-
     model = build(replace(config, dtype="float64", dropout=dropout))
     for number, array in enumerate(model.state_dict().values()):
         array += 0.2 * np.random.default_rng(number).standard_normal(array.shape)
@@ -53,22 +52,13 @@ def test_gradients_of_the_whole_model(config, dropout):
     gradcheck(lambda *parameters: model.loss(tokens[:2], targets[:2])[0], model.parameters())
 
 
-@each
-def test_it_learns_a_sequence(config):
-    losses = fit(build(config))
-    assert losses[0] > 2.0
-    assert losses[-1] < 0.6  # the first tokens of a window are ambiguous
-
-
 def test_it_learns_with_dropout_and_in_sixteen_bits():
-    assert fit(build(TINY(dropout=0.1)))[-1] < 1.0
+    assert fit(build(TINY(dropout=0.1)), steps=40)[-1] < 1.2
     assert fit(build(TINY(dtype="bfloat16")), steps=40)[-1] < 1.0
 
 
 @each
 def test_state_makes_another_model_the_same(config):
-    from dataclasses import replace
-
     model, other = build(config), build(replace(config, seed=99))
     tokens, _ = windows()
     assert not np.array_equal(model(tokens).data, other(tokens).data)
@@ -96,9 +86,11 @@ def test_every_parameter_gets_a_gradient():
 
 
 @each
-def test_a_trained_model_continues_the_sequence(config):
+def test_it_learns_a_sequence_and_continues_it(config):
     model = build(config)
-    fit(model, steps=80)
+    losses = fit(model, steps=60)
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.5  # the first tokens of a window are ambiguous
     out = generate(model, CYCLE[:8], 20, temperature=0.0)
     np.testing.assert_array_equal(out, CYCLE[8:28])
     assert model.training
