@@ -19,6 +19,7 @@ from mpipar.schedule.mutate import Mutant, mutants, survivors
 from mpipar.schedule.registry import Generator, algorithms, generators, make
 from mpipar.schedule.replay import replay
 from mpipar.schedule.segment import segment
+from mpipar.schedule.simulate import Network, simulate
 from mpipar.schedule.text import describe, parse_rounds
 from mpipar.schedule.transpose import transpose
 from mpipar.schedule.verify import Counts, count, verify
@@ -29,6 +30,7 @@ __all__ = [
     "Counts",
     "Generator",
     "Mutant",
+    "Network",
     "Op",
     "Recv",
     "RecvReduce",
@@ -43,6 +45,7 @@ __all__ = [
     "parse_rounds",
     "replay",
     "segment",
+    "simulate",
     "survivors",
     "transpose",
     "verify",
