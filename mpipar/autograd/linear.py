@@ -3,6 +3,7 @@
 16-bit operands are multiplied in float32 and the product is rounded once.
 """
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -90,12 +91,13 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
     if b is not None and b.shape != w.shape[:1]:
         raise _linear_mismatch(data, w, b)
     shape, (n_out, n_in) = data.shape, w.shape
-    flat = data.reshape(-1, n_in)  # (N, in)
+    n = prod(shape[:-1])
+    flat = data.reshape(n, n_in)  # (N, in); in or out may be 0 on a rank of a sharded layer
     out = _affine(flat, w, b).reshape(*shape[:-1], n_out)
     dtype, late = data.dtype, isinstance(weight, Tensor) and weight.node is None
 
     def vjp(g: Array) -> tuple[Array | None, ...]:
-        g = g.reshape(-1, n_out)  # (N, out)
+        g = g.reshape(n, n_out)  # (N, out)
         grads: tuple[Array | None, ...] = (
             _into(g, array(weight) if late else kept_w, shape, dtype) if wants[0] else None,
             _product(g.T, kept_x).astype(dtypes[0], copy=False) if kept_x is not None else None,

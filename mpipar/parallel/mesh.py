@@ -204,9 +204,9 @@ class Mesh:
 
     def _make(self, ranks: list[int], name: str) -> Communicator:
         """Return a Communicator over these ranks; its members call this."""
-        everyone = self.world.raw.Get_group()
+        everyone = self.world.process_group.raw.Get_group()
         chosen = everyone.Incl(ranks)
-        made = self.world.raw.Create_group(chosen)
+        made = self.world.process_group.raw.Create_group(chosen)
         chosen.Free()
         everyone.Free()
         try:

@@ -237,7 +237,7 @@ def _parameters(
     weight: Spec, bias: Spec | None, full: Full | None, seed: int, std: float | None, dtype: Any
 ) -> tuple[Parameter, Parameter | None]:
     """Return the local weight and bias: blocks of `full` if given, else drawn as nn.Linear does."""
-    bound = 1.0 / weight.shape[1] ** 0.5 if std is None else None
+    bound = weight.shape[1] ** -0.5 if std is None else None
 
     def make(spec: Spec, whole: Array | None) -> Parameter:
         if whole is not None:

@@ -19,6 +19,8 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd import Function, functional
 from mpipar.errors import ConfigError, explain
+from mpipar.kernels import embedding as rows_of
+from mpipar.kernels.blocks import row_blocks, row_max, row_sums, widen
 from mpipar.nn import init
 from mpipar.nn.embedding import check_ids
 from mpipar.nn.linear import check_size, join
@@ -28,7 +30,6 @@ from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.replicated import copy_to, reduce_from
 
 AXIS = "tp"
-BLOCK = 1 << 16  # logits worked on at a time, so that temporaries stay in cache
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -80,7 +81,7 @@ class _Lookup(Function):
     def forward(ctx: Any, weight: Array, ids: Array, start: int) -> Array:
         """Copy the rows held here."""
         ctx.mine = (ids >= start) & (ids < start + len(weight))
-        ctx.rows, ctx.shape = ids[ctx.mine] - start, weight.shape
+        ctx.rows, ctx.num = ids[ctx.mine] - start, len(weight)
         out = module_of(weight).zeros((*ids.shape, weight.shape[1]), weight.dtype)
         out[ctx.mine] = weight[ctx.rows]
         return out
@@ -88,10 +89,7 @@ class _Lookup(Function):
     @staticmethod
     def backward(ctx: Any, grad: Array) -> tuple[Array, None, None]:
         """Add the gradients of equal ids."""
-        xp = module_of(grad)
-        total = xp.zeros(ctx.shape, grad.dtype)
-        xp.add.at(total, ctx.rows, grad[ctx.mine])
-        return total, None, None
+        return rows_of.scatter_add(grad[ctx.mine], ctx.rows, ctx.num), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -162,22 +160,26 @@ class _CrossEntropy(Function):
         if reduction == "mean":
             scale /= valid.sum()
         ctx.save_for_backward(exps, sums[0], scale, mine, column)
-        ctx.smoothing, ctx.vocab, ctx.like = smoothing, vocab, logits
+        ctx.smoothing, ctx.vocab = smoothing, vocab
+        ctx.like = logits.shape, logits.dtype
         if reduction == "none":
             return loss.reshape(targets.shape)
         return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Array) -> tuple[Array | None, ...]:
-        """Softmax minus the target distribution, on this rank's columns."""
+        """Softmax minus the target distribution, on this rank's columns, written over exps."""
         exps, sums, scale, mine, column = ctx.saved
         scale = scale * module_of(exps).asarray(grad).reshape(-1)  # (N,)
-        exps *= (scale / sums)[:, None]
-        if ctx.smoothing:
-            exps -= (scale * (ctx.smoothing / ctx.vocab))[:, None]
+        spread = (scale * (ctx.smoothing / ctx.vocab))[:, None]
+        scale_exps = (scale / sums)[:, None]
+        for cut in row_blocks(*exps.shape, exps.itemsize):
+            exps[cut] *= scale_exps[cut]
+            if ctx.smoothing:
+                exps[cut] -= spread[cut]
         exps[mine, column] -= (1.0 - ctx.smoothing) * scale[mine]
-        result = exps.astype(ctx.like.dtype, copy=False).reshape(ctx.like.shape)
-        return result, None, None, None, None, None
+        shape, dtype = ctx.like
+        return exps.astype(dtype, copy=False).reshape(shape), None, None, None, None, None
 
 
 def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
@@ -188,7 +190,8 @@ def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
     xp = module_of(z)
     message = xp.full(len(z) + comm.size, -np.inf, compute_dtype(z.dtype))
     if z.shape[1]:
-        message[: len(z)] = z.max(axis=1)
+        for cut in row_blocks(*z.shape, message.itemsize):
+            message[cut.start : cut.stop] = row_max(widen(z[cut]))[:, 0]
     message[len(z) + comm.rank] = z.shape[1]
     message = comm.all_reduce(message, op="max")
     return message[: len(z)], tuple(int(n) for n in message[len(z) :])
@@ -199,12 +202,11 @@ def _sums(z: Array, top: Array, smoothing: float) -> tuple[Array, Array]:
     xp = module_of(z)
     exps = xp.empty(z.shape, top.dtype)
     sums = xp.zeros((3 if smoothing else 2, len(z)), top.dtype)
-    rows = max(1, BLOCK // max(z.shape[1], 1))
-    for at in range(0, len(z), rows):
-        cut = slice(at, at + rows)
-        xp.subtract(z[cut], top[cut, None], out=exps[cut], dtype=top.dtype)
+    for cut in row_blocks(*z.shape, top.itemsize):
+        part = exps[cut]
+        xp.subtract(z[cut], top[cut, None], out=part, dtype=top.dtype)
         if smoothing:
-            sums[2, cut] = exps[cut].sum(axis=1)
-        xp.exp(exps[cut], out=exps[cut])
-        sums[0, cut] = exps[cut].sum(axis=1)
+            sums[2, cut] = row_sums(part)
+        xp.exp(part, out=part)
+        sums[0, cut] = row_sums(part)
     return exps, sums

@@ -9,6 +9,7 @@ count on every rank.  x -> A x, y the gradient of the output:
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 from mpipar import partition
-from mpipar.autograd import Tensor
+from mpipar.autograd import Tape, Tensor
 from mpipar.errors import ConfigError
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.replicated import (
@@ -34,7 +35,7 @@ LENGTHS = (1, 7, 8, 9)
 
 @pytest.fixture
 def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made:
+    with Communicator(raw) as made, Tape():
         yield made
 
 
@@ -64,7 +65,7 @@ def run(function: Callable[[Tensor], Tensor], x: np.ndarray, y: Any) -> tuple[Te
 def test_copy_to(comm: Communicator) -> None:
     for n in LENGTHS:
         x, y = draw(3, n), draw(3, n, rank=comm.rank)
-        out, grad = run(lambda t: copy_to(comm, t), x, y)
+        out, grad = run(partial(copy_to, comm), x, y)
         np.testing.assert_array_equal(out.data, x)
         np.testing.assert_allclose(over_ranks(comm, out.data, y), np.vdot(x, grad), rtol=1e-12)
         agree(comm, grad)
@@ -73,7 +74,7 @@ def test_copy_to(comm: Communicator) -> None:
 def test_reduce_from(comm: Communicator) -> None:
     for n in LENGTHS:
         x, y = draw(3, n, rank=comm.rank), draw(3, n)
-        out, grad = run(lambda t: reduce_from(comm, t), x, y)
+        out, grad = run(partial(reduce_from, comm), x, y)
         expected = sum(draw(3, n, rank=r) for r in range(comm.size))
         np.testing.assert_allclose(out.data, expected, rtol=1e-12)
         agree(comm, out.data)
@@ -84,7 +85,7 @@ def test_reduce_from(comm: Communicator) -> None:
 def test_scatter_to(comm: Communicator, dim: int) -> None:
     for n in LENGTHS:
         x = np.moveaxis(draw(n, 2, 3), 0, dim)
-        out, grad = run(lambda t: scatter_to(comm, t, dim), x, lambda s: draw(*s, rank=comm.rank))
+        out, grad = run(partial(scatter_to, comm, dim=dim), x, lambda s: draw(*s, rank=comm.rank))
         y = draw(*out.shape, rank=comm.rank)
         np.testing.assert_array_equal(out.data, np.array_split(x, comm.size, dim)[comm.rank])
         np.testing.assert_allclose(over_ranks(comm, out.data, y), np.vdot(x, grad), rtol=1e-12)
@@ -96,7 +97,7 @@ def test_gather_from(comm: Communicator, dim: int) -> None:
     for n in LENGTHS:
         sizes = partition.blocks(n, comm.size)
         x = np.moveaxis(draw(sizes[comm.rank], 2, 3, rank=comm.rank), 0, dim)
-        out, grad = run(lambda t: gather_from(comm, t, dim, sizes), x, lambda s: draw(*s))
+        out, grad = run(partial(gather_from, comm, dim=dim, sizes=sizes), x, lambda s: draw(*s))
         assert out.shape[dim] == n
         y = draw(*out.shape)
         agree(comm, out.data)
@@ -115,7 +116,7 @@ def test_all_gather_sequence(comm: Communicator) -> None:
         sizes = partition.blocks(n, comm.size)
         x = draw(2, sizes[comm.rank], 3, rank=comm.rank)
         y = draw(2, n, 3, rank=comm.rank + 10)
-        out, grad = run(lambda t: all_gather_sequence(comm, t, 1, sizes), x, y)
+        out, grad = run(partial(all_gather_sequence, comm, sizes=sizes), x, y)
         agree(comm, out.data)
         left, right = over_ranks(comm, out.data, y), over_ranks(comm, x, grad)
         np.testing.assert_allclose(left, right, rtol=1e-11)
@@ -151,7 +152,8 @@ def test_slice_gathers_the_gradients(comm: Communicator, scale: bool) -> None:
 
 def test_a_loss_on_one_rank_ends_backward_on_all(comm: Communicator) -> None:
     x = Tensor(draw(4), requires_grad=True)
-    out = gather_from(comm, scatter_to(comm, reduce_from(comm, copy_to(comm, x))))
+    block = scatter_to(comm, reduce_from(comm, copy_to(comm, x)))
+    out = gather_from(comm, block, sizes=partition.blocks(4, comm.size))
     if comm.rank == 0:
         out.sum().backward()
         assert x.grad is not None
