@@ -5,6 +5,7 @@ it, so that every element crosses the memory bus once in and once out.  16-bit r
 float32 block by block and rounded once when written.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ BLOCK_BYTES = 1 << 17  # a block and two of scratch stay in a 512 KiB to 2 MiB c
 
 def matrix(x: np.ndarray) -> np.ndarray:
     """Return x (..., D) as rows (N, D): a view where the layout allows one."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def flat(name: str, x: np.ndarray) -> np.ndarray:

@@ -6,19 +6,19 @@ The sum runs in the order of n (sorted stably by id), so it is the same in every
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.blocks import host, widen
+from mpipar.kernels.blocks import host, matrix, widen
 
 
 def reference(g: np.ndarray, ids: np.ndarray, num: int) -> np.ndarray:
     """Return dw (num, D) in float64 for g (..., D)."""
     dw = np.zeros((num, g.shape[-1]))
-    np.add.at(dw, ids.reshape(-1), g.reshape(-1, g.shape[-1]).astype(np.float64))
+    np.add.at(dw, ids.reshape(-1), matrix(g).astype(np.float64))
     return dw
 
 
 def scatter_add_cpu(g: np.ndarray, ids: np.ndarray, num: int) -> np.ndarray:
     """Return dw: the rows of each id, brought together by a sort, are added."""
-    rows, flat = g.reshape(-1, g.shape[-1]), ids.reshape(-1)
+    rows, flat = matrix(g), ids.reshape(-1)
     dw = np.zeros((num, rows.shape[1]), compute_dtype(g.dtype))
     if not flat.size:
         return dw.astype(g.dtype, copy=False)

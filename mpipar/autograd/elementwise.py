@@ -16,11 +16,12 @@ import numpy as np
 
 from mpipar import arrays
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit
-from mpipar.autograd.record import array, record, record_each, value
+from mpipar.autograd.record import array, record, record_pair, value
 from mpipar.autograd.tensor import Tensor, is_float
 from mpipar.errors import BufferMismatchError, explain
 
 Operand = Any  # a Tensor, an array, or a number
+_PLAIN = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -49,9 +50,18 @@ def binary(
         out = ufunc(x, y)
     except ValueError as error:
         raise _mismatch(name, x, y) from error
-    if out.dtype.itemsize == 4:
+    if not (
+        x.__class__ is np.ndarray
+        and out.dtype in _PLAIN
+        and (
+            (x.dtype is y.dtype and x.shape == y.shape)
+            if y.__class__ is np.ndarray
+            else x.dtype is out.dtype
+        )
+    ):  # most operations meet equal shapes and dtypes and skip this
         out = _keep_sixteen(out, x, y)
-    return record_each(out, ((a, _fit(vjp_a, x, out)), (b, _fit(vjp_b, y, out))))
+        vjp_a, vjp_b = _fit(vjp_a, x, out), _fit(vjp_b, y, out)
+    return record_pair(out, a, vjp_a, b, vjp_b)
 
 
 def unary(a: Operand, x: Array, out: Array, vjp: Callable[[Array], Array]) -> Tensor:
@@ -77,7 +87,7 @@ def _fit(vjp: Callable[[Array], Array], x: Any, out: Array) -> Callable[[Array],
 
 def _keep_sixteen(out: Array, x: Any, y: Any) -> Array:
     """Return out in the 16-bit dtype of the array operand, if a Python number widened it."""
-    if hasattr(x, "dtype") and hasattr(y, "dtype"):
+    if hasattr(x, "dtype") == hasattr(y, "dtype"):
         return out
     dtype = (x if hasattr(x, "dtype") else y).dtype
     return out.astype(dtype) if is_sixteen_bit(dtype) else out

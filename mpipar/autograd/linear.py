@@ -10,7 +10,7 @@ import numpy as np
 
 from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.elementwise import unbroadcast
-from mpipar.autograd.record import array, record, record_each
+from mpipar.autograd.record import array, record, record_pair
 from mpipar.autograd.tensor import Tensor
 from mpipar.errors import BufferMismatchError, explain
 
@@ -23,7 +23,8 @@ def _wide(x: Array) -> Array:
 def _product(x: Array, y: Array) -> Array:
     """Return x @ y, rounded once to the dtype that x and y have together."""
     if x.ndim > 2 and y.ndim == 2 and x.shape[-1] == y.shape[0]:  # one product, not one each
-        return _product(x.reshape(-1, x.shape[-1]), y).reshape(*x.shape[:-1], y.shape[1])
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        return _product(rows, y).reshape(*x.shape[:-1], y.shape[1])
     if x.dtype.itemsize > 2 and y.dtype.itemsize > 2:
         return np.matmul(x, y)
     dtype = x.dtype if x.dtype == y.dtype else np.promote_types(x.dtype, y.dtype)
@@ -61,12 +62,13 @@ def matmul(a: Any, b: Any) -> Tensor:
     def vjp_b(g: Array) -> Array:
         wide = x[None, :] if x.ndim == 1 else x  # (..., n, k)
         if y.ndim == 2 and wide.ndim > 2:  # one product for all leading dimensions
-            flat, g = wide.reshape(-1, wide.shape[-1]), rows(g)
-            return _undo(_product(flat.T, g.reshape(-1, g.shape[-1])), y)
+            n = prod(wide.shape[:-1])
+            flat, g = wide.reshape(n, wide.shape[-1]), rows(g)
+            return _undo(_product(flat.T, g.reshape(n, g.shape[-1])), y)
         grad = _product(np.swapaxes(wide, -1, -2), rows(g))  # (..., k, m)
         return _undo(grad[..., 0] if y.ndim == 1 else grad, y)
 
-    return record_each(out, ((a, vjp_a), (b, vjp_b)))
+    return record_pair(out, a, vjp_a, b, vjp_b)
 
 
 def _undo(grad: Array, x: Array) -> Array:
@@ -133,7 +135,7 @@ def _into(g: Array, w: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     if g.dtype.itemsize == 2 or g.dtype != dtype or w.dtype != dtype or type(g) is not np.ndarray:
         return _product(g, w).reshape(shape).astype(dtype, copy=False)
     out = np.empty(shape, dtype)
-    np.matmul(g, w, out=out.reshape(-1, shape[-1]))
+    np.matmul(g, w, out=out.reshape(len(g), shape[-1]))
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
-from mpipar.autograd.tape import Node, Port, Vjp, state
+from mpipar.autograd.tape import Node, Port, Source, Vjp, state
 from mpipar.autograd.tensor import Tensor, is_float, source_of
 
 _new = object.__new__
@@ -55,6 +55,22 @@ def wrap(data: Any, node: Any = None) -> Tensor:
     return out
 
 
+def _recorded(data: Any, sources: tuple[Source, ...], vjp: Any) -> Tensor:
+    """Return the Tensor of a new node: `wrap(data, Node(sources, vjp))` in one call, for speed."""
+    node: Node = _new(Node)
+    node.inputs = sources
+    node.vjp = vjp
+    node.grad = node.outputs = None
+    node.mark = 0
+    state.number = node.number = state.number + 1
+    out: Tensor = _new(Tensor)
+    out.data = data if type(data) is np.ndarray or is_device(data) else np.asarray(data)
+    out.node = node
+    out.requires_grad = True
+    out.grad = out.hooks = None
+    return out
+
+
 def record(data: Any, inputs: tuple[Any, ...], vjp: Vjp) -> Tensor:
     """Return the Tensor of an operation with one output, recorded if an input wants a gradient.
 
@@ -63,26 +79,30 @@ def record(data: Any, inputs: tuple[Any, ...], vjp: Vjp) -> Tensor:
     """
     if state.enabled:
         if len(inputs) == 1:
-            source = source_of(inputs[0])
-            if source is not None:
-                return wrap(data, Node((source,), (vjp,)))
+            x = inputs[0]
+            if isinstance(x, Tensor) and x.requires_grad:
+                return _recorded(data, (x.node or x,), (vjp,))
         else:
             sources = tuple([source_of(x) for x in inputs])
             if any([source is not None for source in sources]):
-                return wrap(data, Node(sources, vjp))
+                return _recorded(data, sources, vjp)
     return wrap(data)
 
 
-def record_each(data: Any, pairs: tuple[tuple[Any, Vjp], ...]) -> Tensor:
-    """Return the Tensor of an operation whose inputs have a vjp each: pairs (input, vjp).
+def record_pair(data: Any, a: Any, vjp_a: Vjp, b: Any, vjp_b: Vjp) -> Tensor:
+    """Return the Tensor of an operation whose two inputs have a vjp each.
 
-    The vjps, and what they keep, of inputs that want no gradient are dropped.
+    The vjp, and what it keeps, of an input that wants no gradient is dropped.
     """
     if state.enabled:
-        kept = [(s, vjp) for x, vjp in pairs if (s := source_of(x)) is not None]
-        if kept:
-            sources, vjps = zip(*kept, strict=True)
-            return wrap(data, Node(sources, vjps))
+        wants_b = isinstance(b, Tensor) and b.requires_grad
+        if isinstance(a, Tensor) and a.requires_grad:
+            source = a.node or a
+            if wants_b:
+                return _recorded(data, (source, b.node or b), (vjp_a, vjp_b))
+            return _recorded(data, (source,), (vjp_a,))
+        if wants_b:
+            return _recorded(data, (b.node or b,), (vjp_b,))
     return wrap(data)
 
 

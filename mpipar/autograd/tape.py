@@ -51,7 +51,7 @@ class Node:
         self.inputs = inputs
         self.vjp = vjp
         self.grad: Any = None
-        self.owned: Any = False
+        self.owned: Any = False  # says of a gradient whether it may be added to in place
         self.mark = 0
         self.outputs: tuple[tuple[Any, tuple[int, ...], np.dtype], ...] | None = None
         self.collective = False
