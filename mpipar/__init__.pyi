@@ -9,10 +9,14 @@ from . import rng as rng
 from . import schedule as schedule
 from .autograd import Function as Function
 from .autograd import Tensor as Tensor
+from .autograd import add_pump as add_pump
+from .autograd import backward as backward
 from .autograd import from_dlpack as from_dlpack
 from .autograd import functional as functional
+from .autograd import gradcheck as gradcheck
 from .autograd import is_grad_enabled as is_grad_enabled
 from .autograd import no_grad as no_grad
+from .autograd import recompute as recompute
 from .comm.group import algorithms as algorithms
 from .errors import MpiparError as MpiparError
 from .nn import Partial as Partial

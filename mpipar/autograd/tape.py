@@ -240,7 +240,7 @@ def _collect(roots: Iterable[Source], mark: int, counts: dict[Any, int] | None) 
                 explain(
                     "backward", f"node {node.number}",
                     "a part of this graph was already consumed by an earlier backward",
-                    "Call mpipar.autograd.backward(first, second) once for all losses, or run "
+                    "Call mpipar.backward(first, second) once for all losses, or run "
                     "forward again, or .detach() the value that is reused",
                 )
             )  # fmt: skip
