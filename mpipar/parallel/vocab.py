@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd import Function, functional
-from mpipar.errors import ConfigError, explain
+from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import embedding as rows_of
 from mpipar.kernels.blocks import row_blocks, row_max, row_sums, widen
 from mpipar.nn import init
@@ -106,8 +106,8 @@ def vocab_parallel_cross_entropy(
     result is replicated: a scalar, or (...) for reduction "none".  Smoothing, ignored targets and
     "mean" (over the targets that count) as in PyTorch.  16-bit logits are computed in float32.
 
-    Raises ConfigError on every rank for a target outside the vocabulary, an unknown reduction or a
-    label_smoothing outside 0..1.
+    Raises, on every rank, ConfigError for a target outside the vocabulary, an unknown reduction or
+    a label_smoothing outside 0..1, and BufferMismatchError for targets of another shape.
     """
     if reduction not in REDUCTIONS:
         rule = f"it is one of {', '.join(REDUCTIONS)}"
@@ -117,7 +117,9 @@ def vocab_parallel_cross_entropy(
         raise ConfigError(explain("label_smoothing", label_smoothing, rule, "Pass 0 to 1"))
     if tuple(logits.shape[:-1]) != tuple(targets.shape):
         rule = f"targets have the shape of the logits without the last, {tuple(logits.shape[:-1])}"
-        raise ConfigError(explain("targets.shape", tuple(targets.shape), rule, "Pass one a row"))
+        raise BufferMismatchError(
+            explain("targets.shape", tuple(targets.shape), rule, "Pass one target a row")
+        )
     if comm.size == 1:
         return functional.cross_entropy(logits, targets, reduction, label_smoothing, ignore_index)
     return _CrossEntropy.apply(logits, targets, comm, label_smoothing, ignore_index, reduction)
@@ -140,8 +142,8 @@ class _CrossEntropy(Function):
     ) -> Array:
         """Exchange the maxima, then the sums."""
         xp = module_of(logits)
-        z = logits.reshape(-1, logits.shape[-1])  # (N, V/p)
         goal = xp.asarray(targets).reshape(-1)  # (N,)
+        z = logits.reshape(len(goal), logits.shape[-1])  # (N, V/p)
         top, sizes = _maxima(z, comm)
         vocab, start = sum(sizes), sum(sizes[: comm.rank])
         valid = goal != ignore_index
@@ -156,15 +158,14 @@ class _CrossEntropy(Function):
         if smoothing:
             loss += smoothing * (lse - sums[2] / vocab)
         loss *= valid
-        scale = valid.astype(top.dtype)  # of each row's gradient
-        if reduction == "mean":
-            scale /= valid.sum()
+        count = int(valid.sum()) if reduction == "mean" else 1
+        scale = valid.astype(top.dtype) / max(count, 1)  # of each row's gradient
         ctx.save_for_backward(exps, sums[0], scale, mine, column)
         ctx.smoothing, ctx.vocab = smoothing, vocab
         ctx.like = logits.shape, logits.dtype
         if reduction == "none":
             return loss.reshape(targets.shape)
-        return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
+        return loss.sum() / count if count else loss.sum() * np.nan
 
     @staticmethod
     def backward(ctx: Any, grad: Array) -> tuple[Array | None, ...]:
