@@ -25,9 +25,7 @@ def install() -> None:
     _installed = True
     previous, previous_thread = sys.excepthook, threading.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
         _abort(kind, error)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TEXT_BYTES = 512
 
 
-class checking:  # noqa: N801 (used as a statement)
+class checking:
     """Context manager around the local validation of a collective."""
 
     __slots__ = ("_detail", "_dtype", "_group", "_name")
@@ -78,9 +78,7 @@ def _exchange_texts(group: "ProcessGroup", text: str) -> list[str]:
     encoded = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
     mine[: encoded.size] = encoded
     everyone = np.empty((group.size, TEXT_BYTES), np.uint8)
-    request = group.raw.Iallgather(
-        [mine, TEXT_BYTES, MPI.BYTE], [everyone, TEXT_BYTES, MPI.BYTE]
-    )
+    request = group.raw.Iallgather([mine, TEXT_BYTES, MPI.BYTE], [everyone, TEXT_BYTES, MPI.BYTE])
     _poll(request, group)
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone]
 

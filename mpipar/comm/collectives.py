@@ -9,22 +9,24 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 from mpipar.arrays import dtype as dtype_of
 from mpipar.comm.binding import axis, is_outermost, pack, unpack, with_size
 from mpipar.comm.buffers import as_array, flat, result_array
 from mpipar.comm.check import checking
-from mpipar.comm.group import Call, ProcessGroup
+from mpipar.comm.group import Call, ProcessGroup, UserOp
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.partition import blocks
 
 Sizes = Sequence[int] | str | None
 EMPTY = np.empty(0, np.uint8)
+_PREDEFINED = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 HEADER = 16  # int64: dtype number, dimensions, whether a Tensor, shape
 _HEADER_DTYPES = (
-    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
-    "complex64 complex128"
-).split()
+    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+)
 
 
 class Announced(NamedTuple):
@@ -148,7 +150,9 @@ def gather(
     if group.rank != dst:
         return group.start(call, flat(x), np.empty(0, x.dtype), lambda: None, async_op)
     result = np.empty(with_size(x.shape, dim, sum(cut)), x.dtype)
-    packed = result.reshape(-1) if is_outermost(result.shape, dim) else np.empty_like(result).reshape(-1)
+    packed = (
+        result.reshape(-1) if is_outermost(result.shape, dim) else np.empty_like(result).reshape(-1)
+    )
 
     def finish() -> np.ndarray:
         if packed.base is not result:
@@ -226,9 +230,7 @@ def all_to_all(
             loose: tuple = x.shape
             if sizes is not None:
                 loose = (*x.shape[:gather_dim], "*", *x.shape[gather_dim + 1 :])
-            agreed.on(
-                x.dtype, f"shape {loose}, scatter_dim={scatter_dim}, gather_dim={gather_dim}"
-            )
+            agreed.on(x.dtype, f"shape {loose}, scatter_dim={scatter_dim}, gather_dim={gather_dim}")
     gathered = gathered_sizes(group, x.shape[gather_dim], sizes)
     with checking(group, "all_to_all") as agreed:
         _own(group, gathered, x.shape[gather_dim])
@@ -297,7 +299,9 @@ def gathered_sizes(group: ProcessGroup, own: int, sizes: Sizes) -> tuple[int, ..
         return tuple(int(size) for size in sizes)
     if sizes != "exchange":
         raise ConfigError(
-            explain("sizes", sizes, 'it is None, "exchange" or one size a rank', "Pass one of these")
+            explain(
+                "sizes", sizes, 'it is None, "exchange" or one size a rank', "Pass one of these"
+            )
         )
     told = np.empty(group.size, np.int64)
     call = Call("all_gather", "auto", None, told.dtype, (1,) * group.size)
@@ -364,10 +368,12 @@ def _op(op: Any) -> Any:
     """Return a name for a predefined MPI.Op, so that it runs on our own schedules."""
     if isinstance(op, str):
         return op
-    from mpi4py import MPI
-
-    names = {MPI.SUM: "sum", MPI.MAX: "max", MPI.MIN: "min", MPI.PROD: "prod"}
-    return names.get(op, op)
+    if not isinstance(op, MPI.Op):
+        raise ConfigError(explain("op", op, "it is a name or an MPI.Op", 'Pass "sum"'))
+    for name, known in _PREDEFINED.items():
+        if op == known:
+            return name
+    return UserOp(op)
 
 
 def _rank(group: ProcessGroup, rank: int, parameter: str) -> None:
@@ -404,4 +410,3 @@ def _own(group: ProcessGroup, sizes: tuple[int, ...], own: int) -> None:
                 'Pass the size of every rank, or "exchange"',
             )
         )
-

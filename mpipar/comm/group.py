@@ -22,6 +22,7 @@ from mpipar.comm import abort, choice, library, node, waiting
 from mpipar.comm.flight import Flight, Record
 from mpipar.comm.plan import Layout, Plan, compile_plan
 from mpipar.comm.run import Execution, Persistent, Requests, ScratchPool
+from mpipar.comm.small import Key, SmallReduce
 from mpipar.errors import ConfigError, DestroyedError, DtypeMismatchError, explain
 from mpipar.kernels.reduce import COMBINE, fold
 from mpipar.partition import blocks, offsets
@@ -29,6 +30,7 @@ from mpipar.partition import blocks, offsets
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 PERSISTENT_BYTES = 32768  # calls up to this size run on prepared requests
 PERSISTENT_RANKS = 64
+KEEP_PREPARED = 512  # calls whose plans are kept
 # Tags: 0 the watchdogs, 1 send and recv, then persistent plans by signature, then the sequence.
 MESSAGE_TAG, PERSISTENT_TAG, SEQUENCE_TAG = 1, 16, 8192
 
@@ -41,11 +43,21 @@ class Call(NamedTuple):
 
     collective: str
     algorithm: str
-    op: Any  # a name of COMBINE, an MPI.Op, or None
+    op: Any  # a name of COMBINE, a UserOp, or None
     dtype: np.dtype
     sizes: tuple[int, ...]
     root: int = 0
     offset: int = 1
+
+
+@dataclass(eq=False, frozen=True)
+class UserOp:
+    """A user's MPI.Op, for one call: its handle may mean another operation later."""
+
+    op: MPI.Op
+
+    def __str__(self) -> str:
+        return "MPI.Op"
 
 
 @dataclass(slots=True)
@@ -105,6 +117,7 @@ class ProcessGroup:
         self.destroyed = False
         self._pool = ScratchPool()
         self._prepared: dict[Call, Prepared] = {}
+        self.small: dict[Key, SmallReduce] = {}
 
     @staticmethod
     def _validate(algorithm: str, timeout: float, segment_bytes: int | None) -> None:
@@ -130,10 +143,9 @@ class ProcessGroup:
             return
         self.destroyed = True
         self.flight.close()
-        for prepared in self._prepared.values():
-            if prepared.persistent is not None:
-                prepared.persistent.free()
-        self._prepared.clear()
+        while self._prepared:
+            self._forget()
+        self.small.clear()
         self.raw.Free()
 
     # -- running ---------------------------------------------------------------------------------
@@ -213,8 +225,21 @@ class ProcessGroup:
         prepared.divisor = self.size if call.op == "mean" else 1
         if algorithm != "mpi":
             self._compile(call, prepared, nbytes)
+        if isinstance(call.op, UserOp):
+            return prepared
+        if len(self._prepared) >= KEEP_PREPARED:
+            self._forget()
         self._prepared[call] = prepared
         return prepared
+
+    def _forget(self) -> None:
+        """Drop the oldest prepared call."""
+        call = next(iter(self._prepared))
+        prepared = self._prepared.pop(call)
+        if prepared.persistent is not None:
+            prepared.persistent.free()
+            for key in [k for k, small in self.small.items() if small.of(prepared.persistent)]:
+                del self.small[key]
 
     def validate(self, call: Call) -> str:
         """Return the algorithm of a call.
@@ -240,11 +265,21 @@ class ProcessGroup:
         layout = _layout(made, self.rank, sizes)
         plan = prepared.plan = compile_plan(made, self.rank, layout)
         prepared.fold = _make_fold(call)
-        if nbytes <= PERSISTENT_BYTES and self.size <= PERSISTENT_RANKS:
+        small = nbytes <= PERSISTENT_BYTES and self.size <= PERSISTENT_RANKS
+        if small and not isinstance(call.op, UserOp):
             tag = PERSISTENT_TAG + prepared.signature % (SEQUENCE_TAG - PERSISTENT_TAG)
             prepared.persistent = Persistent(
                 self.raw, plan, call.dtype, tag, prepared.fold, prepared.divisor, self.flight
             )
+            if call.collective == "all_reduce" and not self.check and isinstance(call.op, str):
+                self._shorten(call, prepared, prepared.persistent)
+
+    def _shorten(self, call: Call, prepared: Prepared, persistent: Persistent) -> None:
+        """Let the next call like this one take the short way, whether it names the algorithm."""
+        small = SmallReduce(self, prepared, persistent)
+        self.small[call.op, call.algorithm, call.dtype, call.sizes[0]] = small
+        if call.algorithm == self.algorithm:
+            self.small[call.op, None, call.dtype, call.sizes[0]] = small
 
     def _block_sizes(self, call: Call, count: int) -> tuple[int, ...]:
         if call.collective in ("all_reduce", "broadcast", "reduce"):
@@ -253,8 +288,12 @@ class ProcessGroup:
 
     def _describe(self, call: Call, algorithm: str) -> str:
         sizes = call.sizes[0] if len(set(call.sizes)) == 1 else call.sizes
-        op = f", op={_op_name(call.op)}" if call.op is not None else ""
-        root = f", root={call.root}" if call.collective in ("broadcast", "gather", "scatter", "reduce") else ""
+        op = f", op={call.op}" if call.op is not None else ""
+        root = (
+            f", root={call.root}"
+            if call.collective in ("broadcast", "gather", "scatter", "reduce")
+            else ""
+        )
         return f"{call.collective}({call.dtype.name}, {sizes} elements{op}{root}) by {algorithm}"
 
     def _algorithm(self, call: Call, nbytes: int) -> str:
@@ -265,7 +304,7 @@ class ProcessGroup:
         wanted = call.algorithm
         reduces = call.collective in REDUCTIONS
         ordered = reduces and (
-            self.reproducible or is_sixteen_bit(call.dtype) or isinstance(call.op, MPI.Op)
+            self.reproducible or is_sixteen_bit(call.dtype) or isinstance(call.op, UserOp)
         )
         known = algorithms(call.collective)
         if wanted == "auto" or (wanted == self.algorithm and wanted not in known):
@@ -283,8 +322,10 @@ class ProcessGroup:
                     f"Choose one of: auto, {', '.join(known)}",
                 )
             )
-        if ordered and wanted not in ("direct", "linear") and not (
-            isinstance(call.op, MPI.Op) and wanted == "mpi" and not self.reproducible
+        if (
+            ordered
+            and wanted not in ("direct", "linear")
+            and not (isinstance(call.op, UserOp) and wanted == "mpi" and not self.reproducible)
         ):
             why = "reproducible=True" if self.reproducible else f"{call.dtype.name}, op {call.op}"
             raise ConfigError(
@@ -298,7 +339,7 @@ class ProcessGroup:
         return wanted
 
     def _check_op(self, call: Call) -> None:
-        if call.op is None or isinstance(call.op, MPI.Op):
+        if call.op is None or isinstance(call.op, UserOp):
             return
         if call.op not in COMBINE:
             raise ConfigError(
@@ -358,8 +399,8 @@ def _layout(made: schedules.CommSchedule, rank: int, sizes: Sequence[int]) -> La
 
 
 def _make_fold(call: Call) -> Callable:
-    if isinstance(call.op, MPI.Op):
-        return _user_fold(call.op)
+    if isinstance(call.op, UserOp):
+        return _user_fold(call.op.op)
     ufunc = COMBINE[call.op or "sum"]
     return _Fold(None if is_sixteen_bit(call.dtype) else ufunc, ufunc)
 
@@ -376,10 +417,6 @@ def _user_fold(op: MPI.Op) -> Callable:
         np.copyto(out, total)
 
     return run
-
-
-def _op_name(op: Any) -> str:
-    return op if isinstance(op, str) else "MPI.Op"
 
 
 def _dividing(output: np.ndarray, divisor: int, finish: Callable[[], Any]) -> Callable[[], Any]:

@@ -4,6 +4,7 @@ They are the peer that the explicit schedules are measured against.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -32,7 +33,7 @@ def start(
     source: np.ndarray,
     output: np.ndarray,
     sizes: Sequence[int],
-    op: str | MPI.Op | None,
+    op: Any,
     root: int,
 ) -> MPI.Request:
     """Start the library's collective; `sizes` are the elements of each block.
@@ -50,7 +51,7 @@ def start(
         )
     if collective == "barrier":
         return comm.Ibarrier()
-    mpi_op = op if isinstance(op, MPI.Op) else _OPS.get(op or "sum", MPI.SUM)
+    mpi_op = op.op if hasattr(op, "op") else _OPS.get(op or "sum", MPI.SUM)
     if collective in ("all_reduce", "reduce", "reduce_scatter"):
         kind = library_type(source.dtype)
         sent, received = [source, source.size, kind], [output, output.size, kind]

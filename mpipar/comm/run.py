@@ -113,7 +113,8 @@ class Execution:
         step = self._plan.steps[self._number]
         froms = sorted({m.peer for m in step.early_receives + step.late_receives})
         tos = sorted({m.peer for m in step.early_sends + step.late_sends})
-        return f"round {self._number} of {len(self._plan.steps)}, receiving from {froms}, sending to {tos}"
+        rounds = len(self._plan.steps)
+        return f"round {self._number} of {rounds}, receiving from {froms}, sending to {tos}"
 
     # -- how it goes on --------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class Execution:
             self._send(message)
 
     def _message(self, message: Message) -> np.ndarray:
-        peer, (space, start, stop) = message
+        _peer, (space, start, stop) = message
         return self._bytes[space][start * self._itemsize : stop * self._itemsize]
 
     def _receive(self, message: Message) -> None:
@@ -236,12 +237,12 @@ class Persistent:
                 comm.Recv_init(self._triple(m), m.peer, tag)
                 for m in step.early_receives + step.late_receives
             ]
-            sends = [
-                send(self._triple(m), m.peer, tag) for m in step.early_sends + step.late_sends
-            ]
-            requests = receives + sends
+            sends = [send(self._triple(m), m.peer, tag) for m in step.early_sends + step.late_sends]
+            requests: list[Any] = [*receives, *sends]
             self._requests += requests
-            after = [self._bind(f, fold, in_folds if len(f.operands) > 1 else 1) for f in step.folds]
+            after = [
+                self._bind(f, fold, in_folds if len(f.operands) > 1 else 1) for f in step.folds
+            ]
             starts = tuple(request.Start for request in requests)
             tests = tuple(request.Test for request in requests)
             self._steps.append((tuple(before), starts, tests, tuple(after)))

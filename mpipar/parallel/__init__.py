@@ -1,0 +1,1 @@
+"""Communicators, meshes and the layers that compute in parallel."""

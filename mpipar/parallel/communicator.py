@@ -20,6 +20,7 @@ from mpipar.autograd import Tensor
 from mpipar.comm import collectives, messages
 from mpipar.comm.buffers import to_device, to_host
 from mpipar.comm.group import Handle, ProcessGroup
+from mpipar.comm.small import find
 from mpipar.errors import ConfigError, explain
 from mpipar.parallel import differentiable
 from mpipar.parallel.replicated import slice_of
@@ -110,6 +111,9 @@ class Communicator:
 
         Raises ConfigError (op, algorithm), BufferMismatchError and DtypeMismatchError (x, out).
         """
+        short = None if async_op else find(self.process_group.small, x, op, out, algorithm)
+        if short is not None:
+            return short(x, out)
         if isinstance(x, Tensor):
             self._tensor_only(out=out, async_op=async_op)
             if not isinstance(op, str):

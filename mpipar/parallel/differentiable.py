@@ -126,7 +126,9 @@ class AllToAll(_Collective):
         ctx.dims = scatter_dim % x.ndim, gather_dim % x.ndim
         ctx.gathered = collectives.gathered_sizes(group, x.shape[ctx.dims[1]], sizes)
         ctx.scattered = blocks(x.shape[ctx.dims[0]], comm.size)
-        return collectives.all_to_all(group, x, *ctx.dims, ctx.gathered, algorithm, False)
+        return collectives.all_to_all(
+            group, x, ctx.dims[0], ctx.dims[1], ctx.gathered, algorithm or group.algorithm, False
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: np.ndarray) -> Any:
