@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,11 @@ OPEN_MPI = {
 
 def label(block: Block) -> str:
     return f"line {block.line}"
+
+
+def running(language: str) -> list[Any]:
+    """Return the blocks of a language that are run, as test parameters."""
+    return [pytest.param(block, id=label(block)) for block in RUN if block.language == language]
 
 
 def shown_after(block: Block) -> str | None:
@@ -62,7 +68,7 @@ def path(tmp_path: Path) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("block", [b for b in RUN if b.language == "python"], ids=label)
+@pytest.mark.parametrize("block", running("python"))
 def test_program(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(block.text)
@@ -72,7 +78,7 @@ def test_program(block: Block, tmp_path: Path) -> None:
     assert shown is None or done.stdout == shown
 
 
-@pytest.mark.parametrize("block", [b for b in RUN if b.language == "console"], ids=label)
+@pytest.mark.parametrize("block", running("console"))
 def test_session(block: Block, tmp_path: Path, path: str) -> None:
     for command, shown in session(block.text):
         environment = {"PATH": path, "COLUMNS": "100", **OPEN_MPI}
