@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpipar import rng
-from mpipar.arrays import Array, module_of
+from mpipar.arrays import Array, is_sixteen_bit, module_of
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.spec import Partial
 from mpipar.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ def clip_grad_norm(
         if factor < 1.0:
             for param in distinct:
                 if param.grad is not None:
-                    param.grad *= param.grad.dtype.type(factor)
+                    _scale(param.grad, factor)
     return norm
 
 
@@ -98,6 +98,14 @@ def _sum_of_squares(grad: Array) -> float:
         part = flat[start : start + BLOCK].astype(np.float64)
         total += float(part @ part)
     return total
+
+
+def _scale(grad: Array, factor: float) -> None:
+    """Multiply in place; 16-bit numbers by the factor in float32, rounded once."""
+    if is_sixteen_bit(grad.dtype):
+        grad[...] = grad.astype(np.float32) * np.float32(factor)
+    else:
+        grad *= factor
 
 
 def _refuse_partial(spec: Any) -> None:

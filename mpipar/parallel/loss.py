@@ -42,8 +42,9 @@ def token_mean(loss_sum: Any, count: int, comm: Communicator, *, total: int | No
 def _mean(loss_sum: Array, count: int, comm: Communicator, total: int | None) -> tuple[Array, int]:
     """Return the mean in loss_sum's dtype and shape, and the number divided by."""
     xp = module_of(loss_sum)
+    loss_sum = xp.asarray(loss_sum)
     pair = xp.empty(2, np.float64)
-    pair[0], pair[1] = xp.asarray(loss_sum).reshape(()), count
+    pair[0], pair[1] = loss_sum.reshape(()), count
     pair = comm.all_reduce(pair) if comm.size > 1 else pair
     tokens = int(pair[1]) if total is None else total
     if tokens <= 0:

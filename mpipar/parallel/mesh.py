@@ -19,7 +19,7 @@ axis in the constructor, and one for each other combination when `group` is firs
 from collections.abc import Iterator
 from math import log, prod
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -204,9 +204,10 @@ class Mesh:
 
     def _make(self, ranks: list[int], name: str) -> Communicator:
         """Return a Communicator over these ranks; its members call this."""
-        everyone = self.world.process_group.raw.Get_group()
+        raw = cast(MPI.Intracomm, self.world.process_group.raw)
+        everyone = raw.Get_group()
         chosen = everyone.Incl(ranks)
-        made = self.world.process_group.raw.Create_group(chosen)
+        made = raw.Create_group(chosen)
         chosen.Free()
         everyone.Free()
         try:

@@ -174,7 +174,7 @@ class _CrossEntropy(Function):
         scale = scale * module_of(exps).asarray(grad).reshape(-1)  # (N,)
         spread = (scale * (ctx.smoothing / ctx.vocab))[:, None]
         scale_exps = (scale / sums)[:, None]
-        for cut in row_blocks(*exps.shape, exps.itemsize):
+        for cut in row_blocks(len(exps), exps.shape[1], exps.itemsize):
             exps[cut] *= scale_exps[cut]
             if ctx.smoothing:
                 exps[cut] -= spread[cut]
@@ -191,7 +191,7 @@ def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
     xp = module_of(z)
     message = xp.full(len(z) + comm.size, -np.inf, compute_dtype(z.dtype))
     if z.shape[1]:
-        for cut in row_blocks(*z.shape, message.itemsize):
+        for cut in row_blocks(len(z), z.shape[1], message.itemsize):
             message[cut.start : cut.stop] = row_max(widen(z[cut]))[:, 0]
     message[len(z) + comm.rank] = z.shape[1]
     message = comm.all_reduce(message, op="max")
@@ -203,7 +203,7 @@ def _sums(z: Array, top: Array, smoothing: float) -> tuple[Array, Array]:
     xp = module_of(z)
     exps = xp.empty(z.shape, top.dtype)
     sums = xp.zeros((3 if smoothing else 2, len(z)), top.dtype)
-    for cut in row_blocks(*z.shape, top.itemsize):
+    for cut in row_blocks(len(z), z.shape[1], top.itemsize):
         part = exps[cut]
         xp.subtract(z[cut], top[cut, None], out=part, dtype=top.dtype)
         if smoothing:
