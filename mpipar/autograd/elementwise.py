@@ -9,6 +9,7 @@ Python and NumPy scalars keep the dtype of the tensor.  16-bit numbers are compu
 rounded once.  Comparisons give plain boolean arrays.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,8 @@ def pow(a: Operand, b: Operand) -> Tensor:
         return g * y * x ** np.where(y == 0, 1, y - 1)
 
     def vjp_b(g: Array) -> Array:
+        if not hasattr(x, "dtype"):
+            return g * x**y * (math.log(x) if x else 0)
         return g * x**y * np.log(np.where(x == 0, 1, x))
 
     return binary("pow", np.power, a, x, vjp_a, b, y, vjp_b)

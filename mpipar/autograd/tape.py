@@ -216,40 +216,52 @@ def _sum(old: Array, old_owned: bool, new: Array, new_owned: bool) -> Array:
     return old + new
 
 
-def _collect(roots: Iterable[Source], mark: int, counts: dict[Any, int] | None) -> list[Node]:
-    """Return the nodes that the roots depend on, by ascending number.
+def _collect(
+    roots: Iterable[Source],
+    collectives: list[Node],
+    counts: dict[Any, int] | None,
+) -> list[Node]:
+    """Return the nodes that the roots and the collectives depend on, by ascending number.
 
     Counts in `counts` how often each leaf with hooks is used by them.
-    Raises GraphError if one of them was consumed by an earlier backward.
+
+    Raises GraphError if a root depends on a node that an earlier backward consumed.  A collective
+    may (one that adds up losses for a log, say): only zeros would go there.
     """
-    stack = [root for root in roots if root is not None]
-    found = []
-    while stack:
-        node = stack.pop()
-        if node.__class__ is Port:
-            node = node.node
-        elif node.__class__ is not Node:
-            if counts is not None and node.hooks:
-                counts[node] = counts.get(node, 0) + 1
-            continue
-        if node.mark == mark:
-            continue
-        node.mark = mark
-        if node.vjp is None:
-            raise GraphError(
-                explain(
-                    "backward", f"node {node.number}",
-                    "a part of this graph was already consumed by an earlier backward",
-                    "Call mpipar.backward(first, second) once for all losses, or run "
-                    "forward again, or .detach() the value that is reused",
-                )
-            )  # fmt: skip
-        found.append(node)
-        for source in node.inputs:
-            if source is not None:
-                stack.append(source)
+    state.mark = mark = state.mark + 1
+    found: list[Node] = []
+    for stack, strict in ((list(roots), True), (list(collectives), False)):
+        while stack:
+            node: Any = stack.pop()
+            if node.__class__ is Port:
+                node = node.node
+            elif node.__class__ is not Node:
+                if node is not None and counts is not None and node.hooks:
+                    counts[node] = counts.get(node, 0) + 1
+                continue
+            if node.mark == mark:
+                continue
+            if node.vjp is None:
+                if strict:
+                    raise _consumed(node)
+                continue
+            node.mark = mark
+            found.append(node)
+            stack.extend(node.inputs)
     found.sort(key=attrgetter("number"))
     return found
+
+
+def _consumed(node: Node) -> GraphError:
+    return GraphError(
+        explain(
+            "backward",
+            f"node {node.number}",
+            "a part of this graph was already consumed by an earlier backward",
+            "Call mpipar.backward(first, second) once for all losses, or run forward again, or "
+            ".detach() the value that is reused",
+        )
+    )
 
 
 def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool = True) -> None:
@@ -260,9 +272,7 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
     """
     collectives = tape.up_to(number)
     counts: dict[Any, int] = {}
-    state.mark += 1
-    starts = [source for source, _ in roots] + collectives
-    order = _collect(starts, state.mark, counts if hooks else None)
+    order = _collect([source for source, _ in roots], collectives, counts if hooks else None)
     if collectives:
         tape.collectives = [node for node in tape.collectives if node.number > number]
     for source, grad in roots:
