@@ -71,7 +71,8 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
 def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
     model = models.build(config.model_config(), **factories(mesh))
-    optimizer = AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    decay = config.weight_decay
+    optimizer = AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
     place = {"part": mesh.dp.rank, "parts": mesh.dp.size}
     batches = Batches(corpus, config.seq, config.batch, config.seed, **place)
     facts = measure(config, mesh, corpus, model)
