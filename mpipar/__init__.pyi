@@ -17,7 +17,7 @@ from .autograd import gradcheck as gradcheck
 from .autograd import is_grad_enabled as is_grad_enabled
 from .autograd import no_grad as no_grad
 from .autograd import recompute as recompute
-from .comm.group import algorithms as algorithms
+from .comm.calls import algorithms as algorithms
 from .errors import MpiparError as MpiparError
 from .nn import Partial as Partial
 from .nn import Replicate as Replicate

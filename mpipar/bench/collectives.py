@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from mpipar import schedule
 from mpipar.bench.timing import interleaved
+from mpipar.comm.calls import algorithms
 from mpipar.comm.choice import Table
-from mpipar.comm.group import algorithms
 from mpipar.parallel.communicator import Communicator
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")

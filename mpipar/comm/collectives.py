@@ -6,35 +6,20 @@ hands over to `ProcessGroup.start`.  p ranks in the group, r this rank.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-from mpipar.arrays import dtype as dtype_of
+from mpipar.comm.announce import Announced, Sizes, gathered_sizes
 from mpipar.comm.binding import axis, is_outermost, pack, unpack, with_size
 from mpipar.comm.buffers import as_array, flat, result_array
+from mpipar.comm.calls import Call, check_rank, operation
 from mpipar.comm.check import checking
-from mpipar.comm.group import Call, ProcessGroup, UserOp
+from mpipar.comm.group import ProcessGroup
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.partition import blocks
 
-Sizes = Sequence[int] | str | None
 EMPTY = np.empty(0, np.uint8)
-_PREDEFINED = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
-HEADER = 16  # int64: dtype number, dimensions, whether a Tensor, shape
-_HEADER_DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-)
-
-
-class Announced(NamedTuple):
-    """What the source of a broadcast or scatter tells before the data."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    differentiable: bool
 
 
 def all_reduce(
@@ -44,9 +29,9 @@ def all_reduce(
     with checking(group, "all_reduce") as agreed:
         x = as_array(x)
         result = result_array(out, x.shape, x.dtype)
-        call = Call("all_reduce", algorithm or group.algorithm, _op(op), x.dtype, (x.size,))
+        call = Call("all_reduce", algorithm or group.algorithm, operation(op), x.dtype, (x.size,))
         if agreed.wanted:
-            agreed.on(x.dtype, f"shape {x.shape}, op={_op(op)}, algorithm={call.algorithm}")
+            agreed.on(x.dtype, f"shape {x.shape}, op={operation(op)}, algorithm={call.algorithm}")
             group.validate(call)
     return group.start(call, flat(x), result.reshape(-1), lambda: result, async_op)
 
@@ -57,10 +42,10 @@ def reduce(
     """The rank `dst` gets the reduction of all ranks' x; the others get None."""
     with checking(group, "reduce") as agreed:
         x = as_array(x)
-        _rank(group, dst, "dst")
-        call = Call("reduce", algorithm or group.algorithm, _op(op), x.dtype, (x.size,), dst)
+        check_rank(group.size, dst, "dst")
+        call = Call("reduce", algorithm or group.algorithm, operation(op), x.dtype, (x.size,), dst)
         if agreed.wanted:
-            agreed.on(x.dtype, f"shape {x.shape}, op={_op(op)}, dst={dst}")
+            agreed.on(x.dtype, f"shape {x.shape}, op={operation(op)}, dst={dst}")
             group.validate(call)
     if group.rank != dst:
         return group.start(call, flat(x), np.empty(0, x.dtype), lambda: None, async_op)
@@ -87,9 +72,9 @@ def reduce_scatter(
         result = result_array(out, with_size(x.shape, dim, cut[group.rank]), x.dtype)
         rest = _rest(x.shape, dim)
         counts = tuple(size * rest for size in cut)
-        call = Call("reduce_scatter", algorithm or group.algorithm, _op(op), x.dtype, counts)
+        call = Call("reduce_scatter", algorithm or group.algorithm, operation(op), x.dtype, counts)
         if agreed.wanted:
-            agreed.on(x.dtype, f"shape {x.shape}, dim={dim}, sizes={cut}, op={_op(op)}")
+            agreed.on(x.dtype, f"shape {x.shape}, dim={dim}, sizes={cut}, op={operation(op)}")
             group.validate(call)
     return group.start(call, pack(x, dim, cut), result.reshape(-1), lambda: result, async_op)
 
@@ -139,7 +124,7 @@ def gather(
     with checking(group, "gather") as agreed:
         x = as_array(x)
         dim = axis(dim, x.ndim)
-        _rank(group, dst, "dst")
+        check_rank(group.size, dst, "dst")
         if agreed.wanted:
             loose = (*x.shape[:dim], "*", *x.shape[dim + 1 :])
             agreed.on(x.dtype, f"shape {loose}, dim={dim}, dst={dst}")
@@ -285,102 +270,7 @@ def barrier(group: ProcessGroup, algorithm: str | None) -> None:
     group.start(call, EMPTY, EMPTY, lambda: None)
 
 
-# -- what the ranks tell each other first ----------------------------------------------------------
-
-
-def gathered_sizes(group: ProcessGroup, own: int, sizes: Sizes) -> tuple[int, ...]:
-    """Return every rank's size along a gathered dimension.
-
-    None: all equal to this rank's; "exchange": the ranks tell each other; else as given.
-    """
-    if sizes is None:
-        return (own,) * group.size
-    if not isinstance(sizes, str):
-        return tuple(int(size) for size in sizes)
-    if sizes != "exchange":
-        raise ConfigError(
-            explain(
-                "sizes", sizes, 'it is None, "exchange" or one size a rank', "Pass one of these"
-            )
-        )
-    told = np.empty(group.size, np.int64)
-    call = Call("all_gather", "auto", None, told.dtype, (1,) * group.size)
-    group.start(call, np.array([own], np.int64), told, lambda: None)
-    return tuple(told.tolist())
-
-
-def announce(
-    group: ProcessGroup, name: str, x: Any, src: int, differentiable: bool, template: bool
-) -> Announced:
-    """Tell all ranks the shape and dtype of the array on `src`; elsewhere x may be None.
-
-    With `template`, an x given elsewhere must be like the source's.
-    Raises BufferMismatchError if x is None on `src` or not like the source's.
-    """
-    with checking(group, name) as agreed:
-        _rank(group, src, "src")
-        x = None if x is None else as_array(x)
-        header = _header(x, differentiable, src) if group.rank == src else _no_header()
-        agreed.on("", f"src={src}")
-    told = np.empty(HEADER, np.int64)
-    call = Call("broadcast", "auto", None, told.dtype, (HEADER,), src)
-    group.start(call, header, told, lambda: None)
-    number, ndim, tensor = told[:3].tolist()
-    kind = Announced(
-        tuple(told[3 : 3 + ndim].tolist()), dtype_of(_HEADER_DTYPES[number]), bool(tensor)
-    )
-    with checking(group, name):
-        if template and x is not None and (x.shape, x.dtype) != kind[:2]:
-            raise BufferMismatchError(
-                explain(
-                    "x",
-                    f"{x.dtype} {x.shape}",
-                    f"rank {src} sends {kind.dtype} {kind.shape}",
-                    "Pass None, or an array like the source's",
-                )
-            )
-    return kind
-
-
-def _header(x: np.ndarray | None, differentiable: bool, src: int) -> np.ndarray:
-    if x is None:
-        raise BufferMismatchError(
-            explain("x", None, f"rank {src} is the source", "Pass the array there")
-        )
-    if x.ndim > HEADER - 3:
-        raise ConfigError(
-            explain("x.ndim", x.ndim, f"at most {HEADER - 3} dimensions", "Reshape it")
-        )
-    header = np.zeros(HEADER, np.int64)
-    header[:3] = _HEADER_DTYPES.index(x.dtype.name), x.ndim, differentiable
-    header[3 : 3 + x.ndim] = x.shape
-    return header
-
-
-def _no_header() -> np.ndarray:
-    return np.empty(0, np.int64)
-
-
 # -- validation ------------------------------------------------------------------------------------
-
-
-def _op(op: Any) -> Any:
-    """Return a name for a predefined MPI.Op, so that it runs on our own schedules."""
-    if isinstance(op, str):
-        return op
-    if not isinstance(op, MPI.Op):
-        raise ConfigError(explain("op", op, "it is a name or an MPI.Op", 'Pass "sum"'))
-    for name, known in _PREDEFINED.items():
-        if op == known:
-            return name
-    return UserOp(op)
-
-
-def _rank(group: ProcessGroup, rank: int, parameter: str) -> None:
-    if not 0 <= rank < group.size:
-        raise ConfigError(
-            explain(parameter, rank, f"the group has ranks 0..{group.size - 1}", "Pass one of them")
-        )
 
 
 def _rest(shape: Sequence[int], dim: int) -> int:

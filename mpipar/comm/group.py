@@ -9,80 +9,28 @@ a tag, and runs it.  The path of a call is
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpipar import schedule as schedules
-from mpipar.arrays import is_sixteen_bit
 from mpipar.comm import abort, choice, library, node, waiting
+from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, describe
 from mpipar.comm.flight import Flight, Record
-from mpipar.comm.plan import Layout, Plan, compile_plan
-from mpipar.comm.run import Execution, Persistent, Requests, ScratchPool
+from mpipar.comm.persistent import Persistent
+from mpipar.comm.plan import compile_plan
+from mpipar.comm.prepare import Prepared, dividing, fold_of, layout_of
+from mpipar.comm.run import Execution, Requests, ScratchPool
 from mpipar.comm.small import Key, SmallReduce
-from mpipar.errors import ConfigError, DestroyedError, DtypeMismatchError, explain
-from mpipar.kernels.reduce import COMBINE, fold
-from mpipar.partition import blocks, offsets
+from mpipar.errors import ConfigError, DestroyedError, explain
 
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 PERSISTENT_BYTES = 32768  # calls up to this size run on prepared requests
 PERSISTENT_RANKS = 64
 KEEP_PREPARED = 512  # calls whose plans are kept
 # Tags: 0 the watchdogs, 1 send and recv, then persistent plans by signature, then the sequence.
 MESSAGE_TAG, PERSISTENT_TAG, SEQUENCE_TAG = 1, 16, 8192
-
-
-class Call(NamedTuple):
-    """What all ranks of the group must agree on.
-
-    `sizes` are the elements of each block (of the whole vector for all_reduce, broadcast, reduce).
-    """
-
-    collective: str
-    algorithm: str
-    op: Any  # a name of COMBINE, a UserOp, or None
-    dtype: np.dtype
-    sizes: tuple[int, ...]
-    root: int = 0
-    offset: int = 1
-
-
-@dataclass(eq=False, frozen=True)
-class UserOp:
-    """A user's MPI.Op, for one call: its handle may mean another operation later."""
-
-    op: MPI.Op
-
-    def __str__(self) -> str:
-        return "MPI.Op"
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A compiled call, kept for the next one like it."""
-
-    algorithm: str
-    what: str
-    signature: int
-    sizes: Sequence[int]
-    plan: Plan | None = None
-    persistent: Persistent | None = None
-    fold: Callable = fold
-    divisor: int = 1
-
-
-@dataclass(slots=True)
-class _Fold:
-    """The addition of one reduction, as `run` calls it."""
-
-    combine: np.ufunc | None
-    ufunc: np.ufunc = field(default=np.add)
-
-    def __call__(self, operands: Sequence[np.ndarray], out: np.ndarray, divisor: int) -> None:
-        fold(self.ufunc, operands, out, divisor)
 
 
 class ProcessGroup:
@@ -196,7 +144,7 @@ class ProcessGroup:
                 self.raw, call.collective, source, output, prepared.sizes, call.op, call.root
             )
             if prepared.divisor != 1:
-                finish = _dividing(output, prepared.divisor, finish)
+                finish = dividing(output, prepared.divisor, finish)
             return Requests([request], self.flight, finish, "inside the MPI library")
         tag = SEQUENCE_TAG + ((self.sequence & 0x3FFF) << 8) + (prepared.signature & 0xFF)
         return Execution(
@@ -220,7 +168,7 @@ class ProcessGroup:
             raise DestroyedError(f"communicator {self.name!r} was destroyed; make a new one")
         nbytes = sum(call.sizes) * call.dtype.itemsize
         algorithm = self.validate(call)
-        what = self._describe(call, algorithm)
+        what = describe(call, algorithm)
         prepared = Prepared(algorithm, what, zlib.crc32(what.encode()), call.sizes)
         prepared.divisor = self.size if call.op == "mean" else 1
         if algorithm != "mpi":
@@ -246,8 +194,12 @@ class ProcessGroup:
 
         Raises ConfigError or DtypeMismatchError if the algorithm or operation does not fit.
         """
-        self._check_op(call)
-        return self._algorithm(call, sum(call.sizes) * call.dtype.itemsize)
+        check_op(call)
+        wanted = allowed(call, self.algorithm, self.reproducible)
+        if wanted != "auto":
+            return wanted
+        nbytes = sum(call.sizes) * call.dtype.itemsize
+        return choice.choose(call.collective, nbytes, self.size, self.nodes, self.table)
 
     def _compile(self, call: Call, prepared: Prepared, nbytes: int) -> None:
         made = schedules.make(
@@ -258,13 +210,13 @@ class ProcessGroup:
             offset=call.offset,
             nodes=self.nodes.sizes if prepared.algorithm == "hierarchical" else None,
         )
-        sizes = self._block_sizes(call, made.blocks)
+        sizes = block_sizes(call, made.blocks)
         parts = choice.segments(max(sizes, default=0) * call.dtype.itemsize, self.segment_bytes)
         if parts > 1 and made.reduced:
             made = schedules.segment(made, parts)
-        layout = _layout(made, self.rank, sizes)
+        layout = layout_of(made, self.rank, sizes)
         plan = prepared.plan = compile_plan(made, self.rank, layout)
-        prepared.fold = _make_fold(call)
+        prepared.fold = fold_of(call)
         small = nbytes <= PERSISTENT_BYTES and self.size <= PERSISTENT_RANKS
         if small and not isinstance(call.op, UserOp):
             tag = PERSISTENT_TAG + prepared.signature % (SEQUENCE_TAG - PERSISTENT_TAG)
@@ -280,79 +232,6 @@ class ProcessGroup:
         self.small[call.op, call.algorithm, call.dtype, call.sizes[0]] = small
         if call.algorithm == self.algorithm:
             self.small[call.op, None, call.dtype, call.sizes[0]] = small
-
-    def _block_sizes(self, call: Call, count: int) -> tuple[int, ...]:
-        if call.collective in ("all_reduce", "broadcast", "reduce"):
-            return blocks(call.sizes[0], count)
-        return call.sizes
-
-    def _describe(self, call: Call, algorithm: str) -> str:
-        sizes = call.sizes[0] if len(set(call.sizes)) == 1 else call.sizes
-        op = f", op={call.op}" if call.op is not None else ""
-        root = (
-            f", root={call.root}"
-            if call.collective in ("broadcast", "gather", "scatter", "reduce")
-            else ""
-        )
-        return f"{call.collective}({call.dtype.name}, {sizes} elements{op}{root}) by {algorithm}"
-
-    def _algorithm(self, call: Call, nbytes: int) -> str:
-        """Return the algorithm that the rules and the caller allow.
-
-        Raises ConfigError for an unknown one, or one that the dtype or `reproducible` forbids.
-        """
-        wanted = call.algorithm
-        reduces = call.collective in REDUCTIONS
-        ordered = reduces and (
-            self.reproducible or is_sixteen_bit(call.dtype) or isinstance(call.op, UserOp)
-        )
-        known = algorithms(call.collective)
-        if wanted == "auto" or (wanted == self.algorithm and wanted not in known):
-            if ordered:
-                return "linear" if call.collective == "reduce" else "direct"
-            if self.size == 1 and "mpi" in known and call.collective != "barrier":
-                return known[0]
-            return choice.choose(call.collective, nbytes, self.size, self.nodes, self.table)
-        if wanted not in known:
-            raise ConfigError(
-                explain(
-                    "algorithm",
-                    wanted,
-                    f"{call.collective} does not have it",
-                    f"Choose one of: auto, {', '.join(known)}",
-                )
-            )
-        if (
-            ordered
-            and wanted not in ("direct", "linear")
-            and not (isinstance(call.op, UserOp) and wanted == "mpi" and not self.reproducible)
-        ):
-            why = "reproducible=True" if self.reproducible else f"{call.dtype.name}, op {call.op}"
-            raise ConfigError(
-                explain(
-                    "algorithm",
-                    wanted,
-                    f"this reduction ({why}) adds all contributions at once in rank order",
-                    'Use "auto" or "direct" ("linear" for reduce)',
-                )
-            )
-        return wanted
-
-    def _check_op(self, call: Call) -> None:
-        if call.op is None or isinstance(call.op, UserOp):
-            return
-        if call.op not in COMBINE:
-            raise ConfigError(
-                explain("op", call.op, "not known", f"One of: {', '.join(COMBINE)}, or an MPI.Op")
-            )
-        if call.op == "mean" and call.dtype.kind in "biu":
-            raise DtypeMismatchError(
-                explain("op", "mean", f"{call.dtype} has no fractions", 'Use "sum", or a float')
-            )
-        if call.dtype.kind == "c" and call.op in ("max", "min"):
-            raise DtypeMismatchError(
-                explain("op", call.op, "complex numbers have no order", 'Use "sum"')
-            )
 
 
 class Handle:
@@ -373,55 +252,3 @@ class Handle:
         result = self._inner.wait()
         self._group.seconds += time.perf_counter() - begin
         return result
-
-
-def algorithms(collective: str) -> tuple[str, ...]:
-    """Return the names that `algorithm=` takes for a collective, besides "auto".
-
-    Raises ConfigError for an unknown collective.
-    """
-    own = schedules.algorithms(collective)
-    return (*own, "mpi") if collective in library.COLLECTIVES else own
-
-
-def _layout(made: schedules.CommSchedule, rank: int, sizes: Sequence[int]) -> Layout:
-    """Blocks lie one behind the other, in ascending order, in the input and in the output."""
-    parts = made.parts
-
-    def starts(chunks: list[int]) -> dict[int, int]:
-        held = [chunk // parts for chunk in chunks[::parts]]
-        return dict(zip(held, offsets([sizes[b] for b in held]), strict=True))
-
-    if made.collective in ("all_reduce", "broadcast", "reduce"):
-        everywhere = dict(enumerate(offsets(sizes)))
-        return Layout(sizes, everywhere, everywhere)
-    return Layout(sizes, starts(made.initial(rank)), starts(made.final(rank)))
-
-
-def _make_fold(call: Call) -> Callable:
-    if isinstance(call.op, UserOp):
-        return _user_fold(call.op.op)
-    ufunc = COMBINE[call.op or "sum"]
-    return _Fold(None if is_sixteen_bit(call.dtype) else ufunc, ufunc)
-
-
-def _user_fold(op: MPI.Op) -> Callable:
-    """Return the fold of a user's MPI.Op: ((x_0 op x_1) op x_2) ..."""
-
-    def run(operands: Sequence[np.ndarray], out: np.ndarray, divisor: int) -> None:
-        total = operands[0]
-        for operand in operands[1:]:
-            following = operand.copy()
-            op.Reduce_local(total, following)
-            total = following
-        np.copyto(out, total)
-
-    return run
-
-
-def _dividing(output: np.ndarray, divisor: int, finish: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        np.divide(output, divisor, out=output)
-        return finish()
-
-    return run

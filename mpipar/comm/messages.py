@@ -13,10 +13,10 @@ from mpi4py import MPI
 
 from mpipar.arrays import dtype as dtype_of
 from mpipar.comm import buffers
+from mpipar.comm.calls import check_rank
 from mpipar.comm.flight import Record
 from mpipar.comm.group import MESSAGE_TAG, Handle, ProcessGroup
 from mpipar.comm.run import Requests
-from mpipar.errors import ConfigError, explain
 
 
 def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
@@ -88,8 +88,5 @@ def _result(group: ProcessGroup, handle: Requests, async_op: bool) -> Any:
 def _peer(group: ProcessGroup, peer: int | None, step: int, parameter: str) -> int:
     if peer is None:
         return (group.rank + step) % group.size
-    if not 0 <= peer < group.size:
-        raise ConfigError(
-            explain(parameter, peer, f"the group has ranks 0..{group.size - 1}", "Pass one of them")
-        )
+    check_rank(group.size, peer, parameter)
     return peer

@@ -53,6 +53,15 @@ def discover(comm: MPI.Comm) -> Nodes:
     return arrange(keys.tolist(), comm.rank)
 
 
+def world_ranks(raw: MPI.Comm) -> tuple[int, ...]:
+    """Return the ranks in MPI.COMM_WORLD of the members of `raw`."""
+    group, world = raw.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(raw.size)), world)
+    group.Free()
+    world.Free()
+    return tuple(ranks)
+
+
 def _host_key() -> int:
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = platform.node() + (boot.read_text() if boot.exists() else "")

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpipar.comm.flight import Record
-from mpipar.comm.run import Persistent
+from mpipar.comm.persistent import Persistent
 
 if TYPE_CHECKING:
-    from mpipar.comm.group import Prepared, ProcessGroup
+    from mpipar.comm.group import ProcessGroup
+    from mpipar.comm.prepare import Prepared
 
 Key = tuple[Any, str | None, np.dtype, int]
 

@@ -16,14 +16,15 @@ from typing import Any
 from mpi4py import MPI
 
 from mpipar.arrays import is_device, module
-from mpipar.autograd import Tensor
-from mpipar.comm import collectives, messages
-from mpipar.comm.buffers import to_device, to_host
-from mpipar.comm.group import Handle, ProcessGroup
+from mpipar.autograd import Function, Tensor
+from mpipar.comm import announce, collectives, messages, node
+from mpipar.comm.buffers import to_host
+from mpipar.comm.group import ProcessGroup
 from mpipar.comm.small import find
 from mpipar.errors import ConfigError, explain
 from mpipar.parallel import differentiable
 from mpipar.parallel.replicated import slice_of
+from mpipar.parallel.staging import StagedHandle, bring
 
 Sizes = Sequence[int] | str | None
 _NO_OUT = object()
@@ -71,7 +72,7 @@ class Communicator:
         self.rank, self.size = self.process_group.rank, self.process_group.size
         self.name = self.process_group.name
         self.global_rank, self.global_world_size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        self.ranks = _world_ranks(self.process_group.raw)
+        self.ranks = node.world_ranks(self.process_group.raw)
 
     @property
     def world_size(self) -> int:
@@ -109,19 +110,13 @@ class Communicator:
         Gradient: sum and mean by themselves; max and min go to the ranks that hold the extreme,
         shared on ties; prod exact.
 
-        Raises ConfigError (op, algorithm), BufferMismatchError and DtypeMismatchError (x, out).
+        Raises ConfigError (op, algorithm), BufferMismatchError, DtypeMismatchError (x, out).
         """
         short = None if async_op else find(self.process_group.small, x, op, out, algorithm)
         if short is not None:
             return short(x, out)
-        if isinstance(x, Tensor):
-            self._tensor_only(out=out, async_op=async_op)
-            if not isinstance(op, str):
-                raise ConfigError(
-                    explain("op", op, "an MPI.Op has no derivative", "Pass an array, or a name")
-                )
-            return differentiable.AllReduce.apply(x, comm=self, op=op, algorithm=algorithm)
-        return self._call(collectives.all_reduce, x, op, out=out, last=(algorithm, async_op))
+        forms = differentiable.AllReduce, collectives.all_reduce
+        return self._run(forms, x, {"op": op}, algorithm, async_op, out)
 
     def reduce(
         self,
@@ -136,10 +131,8 @@ class Communicator:
 
         Gradient (sum, mean): broadcast from `dst`.
         """
-        if isinstance(x, Tensor):
-            self._tensor_only(async_op=async_op)
-            return differentiable.Reduce.apply(x, comm=self, dst=dst, op=op, algorithm=algorithm)
-        return self._call(collectives.reduce, x, dst, op, last=(algorithm, async_op))
+        forms = differentiable.Reduce, collectives.reduce
+        return self._run(forms, x, {"dst": dst, "op": op}, algorithm, async_op)
 
     def reduce_scatter(
         self,
@@ -156,14 +149,9 @@ class Communicator:
 
         sizes: the blocks' sizes; None cuts by partition.blocks.  Gradient: all_gather.
         """
-        if isinstance(x, Tensor):
-            self._tensor_only(out=out, async_op=async_op)
-            return differentiable.ReduceScatter.apply(
-                x, comm=self, dim=dim, op=op, sizes=sizes, algorithm=algorithm
-            )
-        return self._call(
-            collectives.reduce_scatter, x, dim, op, sizes, out=out, last=(algorithm, async_op)
-        )
+        forms = differentiable.ReduceScatter, collectives.reduce_scatter
+        where = {"dim": dim, "op": op, "sizes": sizes}
+        return self._run(forms, x, where, algorithm, async_op, out)
 
     # -- moving data -----------------------------------------------------------------------------
 
@@ -182,14 +170,8 @@ class Communicator:
         sizes: None if all ranks bring the same shape; "exchange" to ask; or every rank's size.
         Gradient: reduce_scatter with the same sizes.
         """
-        if isinstance(x, Tensor):
-            self._tensor_only(out=out, async_op=async_op)
-            return differentiable.AllGather.apply(
-                x, comm=self, dim=dim, sizes=sizes, algorithm=algorithm
-            )
-        return self._call(
-            collectives.all_gather, x, dim, sizes, out=out, last=(algorithm, async_op)
-        )
+        forms = differentiable.AllGather, collectives.all_gather
+        return self._run(forms, x, {"dim": dim, "sizes": sizes}, algorithm, async_op, out)
 
     def all_to_all(
         self,
@@ -207,19 +189,9 @@ class Communicator:
         along `gather_dim`; sizes are those of the gathered dimension, as for all_gather.
         Gradient: the reverse trade.
         """
-        if isinstance(x, Tensor):
-            self._tensor_only(async_op=async_op)
-            return differentiable.AllToAll.apply(
-                x,
-                comm=self,
-                scatter_dim=scatter_dim,
-                gather_dim=gather_dim,
-                sizes=sizes,
-                algorithm=algorithm,
-            )
-        return self._call(
-            collectives.all_to_all, x, scatter_dim, gather_dim, sizes, last=(algorithm, async_op)
-        )
+        forms = differentiable.AllToAll, collectives.all_to_all
+        where = {"scatter_dim": scatter_dim, "gather_dim": gather_dim, "sizes": sizes}
+        return self._run(forms, x, where, algorithm, async_op)
 
     def all_to_all_4d(
         self,
@@ -257,17 +229,9 @@ class Communicator:
 
         The result is a Tensor if the source's x is one.  Gradient: reduce to `src`.
         """
-        data, tensor = _data(x)
-        host = to_host(data) if is_device(data) else data
-        kind = collectives.announce(self.process_group, "broadcast", host, src, tensor, True)
-        if kind.differentiable:
-            self._tensor_only(out=out, async_op=async_op)
-            return differentiable.Broadcast.apply(
-                x, comm=self, kind=kind, src=src, algorithm=algorithm
-            )
-        return self._call(
-            collectives.broadcast, host, kind, src, out=out, last=(algorithm, async_op)
-        )
+        x, kind = self._announce("broadcast", x, src, template=True)
+        forms = differentiable.Broadcast, collectives.broadcast
+        return self._run(forms, x, {"kind": kind, "src": src}, algorithm, async_op, out)
 
     def scatter(
         self,
@@ -283,15 +247,10 @@ class Communicator:
         Elsewhere x may be None.  The result is a Tensor if the source's x is one.
         Gradient: gather to `src`.
         """
-        data, tensor = _data(x)
-        host = to_host(data) if is_device(data) else data
-        kind = collectives.announce(self.process_group, "scatter", host, src, tensor, False)
-        if kind.differentiable:
-            self._tensor_only(async_op=async_op)
-            return differentiable.Scatter.apply(
-                x, comm=self, kind=kind, src=src, dim=dim, algorithm=algorithm
-            )
-        return self._call(collectives.scatter, host, kind, src, dim, last=(algorithm, async_op))
+        x, kind = self._announce("scatter", x, src, template=False)
+        forms = differentiable.Scatter, collectives.scatter
+        where = {"kind": kind, "src": src, "dim": dim}
+        return self._run(forms, x, where, algorithm, async_op)
 
     def gather(
         self,
@@ -306,20 +265,16 @@ class Communicator:
 
         Sizes along `dim` may differ.  Gradient: scatter from `dst`.
         """
-        if isinstance(x, Tensor):
-            self._tensor_only(async_op=async_op)
-            return differentiable.Gather.apply(x, comm=self, dst=dst, dim=dim, algorithm=algorithm)
-        return self._call(collectives.gather, x, dst, dim, last=(algorithm, async_op))
+        forms = differentiable.Gather, collectives.gather
+        return self._run(forms, x, {"dst": dst, "dim": dim}, algorithm, async_op)
 
     def shift(self, x: Any, offset: int = 1, *, out: Any = None, async_op: bool = False) -> Any:
         """Return the x of rank r - offset: one step of the ring for offset 1.
 
         Gradient: shift(-offset).
         """
-        if isinstance(x, Tensor):
-            self._tensor_only(out=out, async_op=async_op)
-            return differentiable.Shift.apply(x, comm=self, offset=offset)
-        return self._call(collectives.shift, x, offset, out=out, last=(None, async_op))
+        forms = differentiable.Shift, collectives.shift
+        return self._run(forms, x, {"offset": offset}, None, async_op, out)
 
     def slice(self, x: Any, dim: int = -1, *, scale_grad: bool) -> Any:
         """Return this rank's block along `dim` of an x that all ranks hold alike.
@@ -384,25 +339,46 @@ class Communicator:
         if error is None:  # after an error the other ranks may never come to free it
             self.destroy()
 
-    # -- arrays of either kind -------------------------------------------------------------------
+    # -- Tensors, and arrays of either kind -------------------------------------------------------
 
-    def _call(
-        self, function: Callable, x: Any, *middle: Any, out: Any = _NO_OUT, last: tuple
+    def _run(
+        self,
+        forms: tuple[type[Function], Callable],
+        x: Any,
+        where: dict[str, Any],
+        algorithm: str | None,
+        async_op: bool,
+        out: Any = _NO_OUT,
     ) -> Any:
-        """Call a collective of `mpipar.comm`; device arrays are staged through host memory."""
-        if not is_device(x) and not is_device(out) and self.device == "cpu":
-            outs = () if out is _NO_OUT else (out,)
-            return function(self.process_group, x, *middle, *outs, *last)
+        """Call the first form for a Tensor, the second for an array, staged if it is a GPU's."""
+        of_tensor, of_array = forms
+        if isinstance(x, Tensor) or getattr(where.get("kind"), "differentiable", False):
+            self._tensor_only(None if out is _NO_OUT else out, async_op)
+            return of_tensor.apply(x, comm=self, algorithm=algorithm, **where)
+        outs = () if out is _NO_OUT else (out,)
+        arguments = (*where.values(), *outs, algorithm, async_op)
+        if self.device == "cpu" and not is_device(x) and not is_device(out):
+            return of_array(self.process_group, x, *arguments)
         host = to_host(x) if is_device(x) else x
-        outs = () if out is _NO_OUT else (None,)
-        result = function(self.process_group, host, *middle, *outs, *last)
-        return self._home(result, last[-1], None if out is _NO_OUT else out)
+        arguments = (*where.values(), *(None for _ in outs), algorithm, async_op)
+        result = of_array(self.process_group, host, *arguments)
+        return self._home(result, async_op, None if out is _NO_OUT else out)
+
+    def _announce(
+        self, name: str, x: Any, src: int, template: bool
+    ) -> tuple[Any, announce.Announced]:
+        """Tell what `src` sends; returns x on the host, a Tensor as it is."""
+        tensor = isinstance(x, Tensor)
+        data = x.data if tensor else x
+        host = to_host(data) if is_device(data) else data
+        kind = announce.announce(self.process_group, name, host, src, tensor, template)
+        return (x if tensor and kind.differentiable else host), kind
 
     def _home(self, result: Any, async_op: bool, out: Any = None) -> Any:
         """Bring a host result to the communicator's device."""
         if self.device == "cpu" and out is None:
             return result
-        return StagedHandle(result, out) if async_op else _bring(result, out)
+        return StagedHandle(result, out) if async_op else bring(result, out)
 
     def _array(self, x: Any, name: str) -> Any:
         if isinstance(x, Tensor):
@@ -419,45 +395,9 @@ class Communicator:
         return to_host(x) if is_device(x) else x
 
     @staticmethod
-    def _tensor_only(out: Any = None, async_op: bool = False) -> None:
-        for name, value in (("out", out), ("async_op", async_op)):
-            if value is not None and value is not False:
+    def _tensor_only(out: Any, async_op: bool) -> None:
+        for name, value in (("out", out), ("async_op", async_op or None)):
+            if value is not None:
                 raise ConfigError(
                     explain(name, value, "it goes with arrays, not with a Tensor", "Pass x.data")
                 )
-
-
-class StagedHandle:
-    """A handle whose result is brought to the device when it is waited for."""
-
-    def __init__(self, inner: Handle, out: Any) -> None:
-        self._inner, self._out = inner, out
-
-    def test(self) -> bool:
-        """Advance without waiting; say whether the result is there."""
-        return self._inner.test()
-
-    def wait(self) -> Any:
-        """Wait for the result and return it."""
-        return _bring(self._inner.wait(), self._out)
-
-
-def _bring(result: Any, out: Any) -> Any:
-    if result is None:
-        return None
-    if out is None:
-        return to_device(result)
-    out[...] = to_device(result) if is_device(out) else result
-    return out
-
-
-def _data(x: Any) -> tuple[Any, bool]:
-    return (x.data, True) if isinstance(x, Tensor) else (x, False)
-
-
-def _world_ranks(raw: MPI.Comm) -> tuple[int, ...]:
-    group, world = raw.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = MPI.Group.Translate_ranks(group, list(range(raw.size)), world)
-    group.Free()
-    world.Free()
-    return tuple(ranks)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpipar.autograd import Function
-from mpipar.comm import collectives
-from mpipar.comm.collectives import Announced
+from mpipar.comm import announce, collectives
+from mpipar.comm.announce import Announced
 from mpipar.errors import ConfigError, explain
 from mpipar.partition import blocks
 
@@ -36,6 +36,10 @@ class AllReduce(_Collective):
     @staticmethod
     def forward(ctx: Any, x: np.ndarray, *, comm: "Communicator", op: str, algorithm: Any) -> Any:
         """Keep what the derivative needs: nothing for a sum."""
+        if not isinstance(op, str):
+            raise ConfigError(
+                explain("op", op, "an MPI.Op has no derivative", "Pass an array, or a name")
+            )
         ctx.comm, ctx.op, ctx.algorithm = comm, op, algorithm
         y = comm.all_reduce(x, op=op, algorithm=algorithm)
         if op not in ("sum", "mean"):
@@ -67,7 +71,7 @@ class AllGather(_Collective):
         """Settle the sizes first, since backward needs them."""
         ctx.comm, ctx.dim = comm, dim
         axis = dim % x.ndim if x.ndim else dim
-        ctx.sizes = collectives.gathered_sizes(comm.process_group, x.shape[axis], sizes)
+        ctx.sizes = announce.gathered_sizes(comm.process_group, x.shape[axis], sizes)
         return comm.all_gather(x, dim=dim, sizes=ctx.sizes, algorithm=algorithm)
 
     @staticmethod
@@ -124,7 +128,7 @@ class AllToAll(_Collective):
         group = comm.process_group
         ctx.comm, ctx.algorithm = comm, algorithm
         ctx.dims = scatter_dim % x.ndim, gather_dim % x.ndim
-        ctx.gathered = collectives.gathered_sizes(group, x.shape[ctx.dims[1]], sizes)
+        ctx.gathered = announce.gathered_sizes(group, x.shape[ctx.dims[1]], sizes)
         ctx.scattered = blocks(x.shape[ctx.dims[0]], comm.size)
         return collectives.all_to_all(
             group, x, ctx.dims[0], ctx.dims[1], ctx.gathered, algorithm or group.algorithm, False
@@ -198,7 +202,7 @@ class Gather(_Collective):
     ) -> Any:
         """Off the root the result is a Tensor of size 0."""
         ctx.comm, ctx.dst, ctx.dim = comm, dst, dim
-        ctx.sizes = collectives.gathered_sizes(comm.process_group, x.shape[dim], "exchange")
+        ctx.sizes = announce.gathered_sizes(comm.process_group, x.shape[dim], "exchange")
         y = comm.gather(x, dst=dst, dim=dim, algorithm=algorithm)
         return np.empty(0, x.dtype) if y is None else y
 
@@ -207,7 +211,7 @@ class Gather(_Collective):
         """Each rank gets the gradient of the block that it brought."""
         group, root = ctx.comm.process_group, ctx.dst
         x = grad if ctx.comm.rank == root else None
-        kind = collectives.announce(group, "scatter", x, root, False, template=False)
+        kind = announce.announce(group, "scatter", x, root, False, template=False)
         return collectives.scatter(
             group, x, kind, root, ctx.dim, group.algorithm, False, sizes=ctx.sizes
         )
@@ -242,7 +246,9 @@ class Shift(_Collective):
     """shift(k) / shift(-k)."""
 
     @staticmethod
-    def forward(ctx: Any, x: np.ndarray, *, comm: "Communicator", offset: int) -> Any:
+    def forward(
+        ctx: Any, x: np.ndarray, *, comm: "Communicator", offset: int, algorithm: Any
+    ) -> Any:
         """Keep the distance."""
         ctx.comm, ctx.offset = comm, offset
         return comm.shift(x, offset)

@@ -13,8 +13,8 @@ import pytest
 
 from mpipar import schedule
 from mpipar.comm import buffers, choice, node
-from mpipar.comm.group import _layout
 from mpipar.comm.plan import SPACES, Fold, Message, Plan, Step, compile_plan
+from mpipar.comm.prepare import layout_of
 from mpipar.partition import blocks
 from mpipar.schedule import CommSchedule
 
@@ -135,7 +135,7 @@ def test_plans_give_the_collective(collective: str, algorithm: str, late: bool) 
 
 def check(made: CommSchedule, n: int, late: bool) -> None:
     p, sizes = made.ranks, sizes_of(made, n)
-    layouts = [_layout(made, r, sizes) for r in range(p)]
+    layouts = [layout_of(made, r, sizes) for r in range(p)]
     plans = [compile_plan(made, r, layouts[r]) for r in range(p)]
     rng = np.random.default_rng(n)
     held = [sorted({c // made.parts for c in made.initial(r)}) for r in range(p)]
@@ -158,7 +158,7 @@ def check(made: CommSchedule, n: int, late: bool) -> None:
 def test_a_ring_copies_nothing_it_need_not() -> None:
     """The first addition reads the input and writes the output; no chunk is copied."""
     made = schedule.make("all_reduce", "ring", 4)
-    plan = compile_plan(made, 1, _layout(made, 1, blocks(16, 4)))
+    plan = compile_plan(made, 1, layout_of(made, 1, blocks(16, 4)))
     assert not plan.copies
     assert not any(step.packs for step in plan.steps)
     assert all(len(fold.operands) == 2 for step in plan.steps for fold in step.folds)
@@ -167,7 +167,7 @@ def test_a_ring_copies_nothing_it_need_not() -> None:
 
 def test_segments_are_sent_before_the_previous_one_is_added() -> None:
     made = schedule.segment(schedule.make("all_reduce", "ring", 4), 4)
-    plan = compile_plan(made, 0, _layout(made, 0, blocks(64, 4)))
+    plan = compile_plan(made, 0, layout_of(made, 0, blocks(64, 4)))
     assert not any(step.late_sends for step in plan.steps)
     assert not any(step.late_receives for step in plan.steps)
 
@@ -179,7 +179,7 @@ def test_the_large_count_limit_cuts_alike_at_both_ends(monkeypatch: pytest.Monke
     assert [t[1] for t in buffers.pieces(np.zeros(0, np.uint8))] == [0]
 
 
-def test_nodes_are_found_for_every_layout() -> None:
+def test_nodes_are_found_for_everylayout_of() -> None:
     pairs = node.arrange([7, 7, 9, 9], rank=3)
     assert (pairs.sizes, pairs.local_rank, pairs.local_size, pairs.count) == ((2, 2), 1, 2, 2)
     mixed = node.arrange([7, 9, 7, 9], rank=2)
