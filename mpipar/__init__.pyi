@@ -38,3 +38,5 @@ from .parallel.tensor import RowParallelLinear as RowParallelLinear
 from .parallel.tensor import TensorParallel as TensorParallel
 from .parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
 from .parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+
+__version__: str

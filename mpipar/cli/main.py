@@ -1,0 +1,123 @@
+"""The command `mpipar`: finds the subcommand, reads its flags, runs it, reports mistakes.
+
+A subcommand is a module of this package with a frozen dataclass `Config` (or a union of some, for
+subcommands of its own) and `run(config) -> int`, the exit code.  tyro makes flags, help and checks
+of types from the dataclass: the same typed class serves programs and the command line, and there is
+no parser to keep in step with it.  Only the module that was asked for is imported.
+
+Exit codes: 0 done, 1 what was checked is wrong, 2 a mistake in the command, a setting or a file.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
+
+from mpipar.errors import MpiparError
+
+COMMANDS = {
+    "train": "train a language model on text; start it with mpiexec",
+    "bench": "measure collectives and overheads on this machine",
+    "schedule": "show, verify and simulate the collective algorithms",
+}
+HEAD_START = 0.5  # seconds for rank 0 to speak, before the launcher sees that another has ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mpipar` with these arguments (those of the process if None); return the exit code.
+
+    A mistake of the user is one line on stderr and code 2.  In a job of several ranks an error is
+    raised instead, for the abort hook to end the job; what all ranks see, a subcommand reports.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _first_rank_speaks():
+            command = _command(arguments)
+            if isinstance(command, int):
+                return command
+            module = import_module(f"mpipar.cli.{command}")
+            config = _read(module.Config, arguments[1:], command)
+    except SystemExit as end:  # tyro has printed help or what is wrong
+        return end.code if isinstance(end.code, int) else 2
+    try:
+        return module.run(config)
+    except MpiparError as error:
+        if _many_ranks():
+            raise
+        print(f"mpipar: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _command(arguments: list[str]) -> str | int:
+    """Return the subcommand, or the exit code if there is none to run."""
+    first = arguments[0] if arguments else "--help"
+    if first in COMMANDS:
+        return first
+    if first in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if first == "--version":
+        from mpipar import __version__
+
+        print(f"mpipar {__version__}")
+        return 0
+    known = ", ".join(COMMANDS)
+    print(
+        f"mpipar: error: there is no command {first!r}; the commands are {known}", file=sys.stderr
+    )
+    return 2
+
+
+def _usage() -> str:
+    lines = [f"  {name:10} {words}" for name, words in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: mpipar COMMAND ...",
+            "",
+            *lines,
+            "",
+            "mpipar COMMAND --help lists the flags of a command; mpipar --version",
+        ]
+    )
+
+
+def _read(config: type, arguments: list[str], command: str) -> object:
+    import tyro
+
+    return tyro.cli(config, args=arguments, prog=f"mpipar {command}")
+
+
+@contextmanager
+def _first_rank_speaks() -> Iterator[None]:
+    """Let only the first process of a job print, since all of them have the same to say."""
+    from mpipar.train.launch import first_of_job
+
+    if first_of_job():
+        yield
+        return
+    with ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(redirect_stdout(nowhere))
+        stack.enter_context(redirect_stderr(nowhere))
+        try:
+            yield
+        except SystemExit:
+            time.sleep(HEAD_START)
+            raise
+
+
+def _many_ranks() -> bool:
+    """Say whether this is one of several ranks, without starting MPI."""
+    library = sys.modules.get("mpi4py.MPI")
+    if library is None or not library.Is_initialized() or library.Is_finalized():
+        return False
+    return library.COMM_WORLD.size > 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""`mpipar schedule`: look at the collective algorithms, prove them, and see what they would cost.
+
+    mpipar schedule show all_reduce/ring -p 4
+    mpipar schedule verify all -p 1..64
+    mpipar schedule simulate all_reduce -p 1024 --bytes 64MiB --nodes 8
+    mpipar schedule draw all_reduce/ring -p 4 --svg ring.svg
+
+None of them needs MPI.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from mpipar.errors import ConfigError, ScheduleError, explain
+from mpipar.schedule import CommSchedule, algorithms, draw, generators, make, segment, simulate
+from mpipar.schedule.draw_timeline import seconds
+from mpipar.schedule.simulate import Network, Result, bus_bandwidth
+
+Name = Annotated[str, Positional]
+NETWORK = Network()
+
+
+@dataclass(frozen=True)
+class Show:
+    """Show who sends which chunk to whom, round by round."""
+
+    name: Name
+    """all_reduce/ring, or all_reduce for all its algorithms."""
+    ranks: Annotated[int, arg(aliases=["-p"])] = 4
+    """Ranks of the group."""
+    svg: Path | None = None
+    """Write the picture to this file."""
+    segments: int = 1
+    """Parts that every chunk is cut into."""
+    root: int = 0
+    """Root of broadcast, reduce, gather and scatter."""
+    offset: int = 1
+    """Distance of a shift."""
+    nodes: str | None = None
+    """Ranks of each node, for hierarchical algorithms: 2,2, or 8 for as many on every node."""
+    width: int = 96
+    """Longest line of the picture, in characters."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Prove that algorithms are right: every message meets its receive, nothing waits for ever,
+    and the result is exactly the collective's.  Exit code 1 if one is not."""
+
+    name: Name = "all"
+    """all_reduce/ring, all_reduce for all its algorithms, or all."""
+    ranks: Annotated[str, arg(aliases=["-p"])] = "1..16"
+    """Ranks of the group: 8, or 1..64, or 1..8,16,32."""
+    jobs: int | None = None
+    """Processes to share the work; the available cores if not given."""
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    name: Name
+    """all_reduce/ring, or all_reduce for all its algorithms."""
+    ranks: Annotated[int, arg(aliases=["-p"])] = 4
+    """Ranks of the group."""
+    bytes: str = "64MiB"
+    """Bytes of the whole vector: 65536, 64MiB, 1e9, 4kB."""
+    nodes: str | None = None
+    """Ranks of each node: 2,2, or 8 for as many on every node. If not given, as many as a power of
+    two up to 4 divides the ranks."""
+    segments: int = 1
+    """Parts that every chunk is cut into."""
+    root: int = 0
+    """Root of broadcast, reduce, gather and scatter."""
+    offset: int = 1
+    """Distance of a shift."""
+    alpha: float = NETWORK.alpha
+    """Seconds a message between nodes."""
+    beta: float = NETWORK.beta
+    """Seconds a byte between nodes."""
+    gamma: float = NETWORK.gamma
+    """Seconds a byte that is added."""
+    alpha_intra: float = NETWORK.alpha_intra
+    """Seconds a message inside a node."""
+    beta_intra: float = NETWORK.beta_intra
+    """Seconds a byte inside a node."""
+    shared: bool = False
+    """The ranks of a node share one link to the other nodes."""
+
+
+@dataclass(frozen=True)
+class Simulate(_Simulated):
+    """Say what algorithms cost on a network of two levels (alpha-beta-gamma model)."""
+
+
+@dataclass(frozen=True)
+class Draw(_Simulated):
+    """Draw when each rank sends, receives and adds, in simulated time."""
+
+    svg: Path | None = None
+    """Write the chart to this file."""
+    width: int = 96
+    """Longest line of the chart, in characters."""
+
+
+Config = Show | Verify | Simulate | Draw
+
+
+def run(config: Config) -> int:
+    """Run one of the subcommands; return the exit code."""
+    match config:
+        case Show():
+            return _show(config)
+        case Verify():
+            from mpipar.cli.prove import prove
+
+            return prove(names(config.name), rank_counts(config.ranks), config.jobs)
+        case Draw():
+            return _draw(config)
+        case Simulate():
+            return _simulate(config)
+
+
+def names(name: str) -> list[tuple[str, str]]:
+    """Return (collective, algorithm) of all that `name` names.
+
+    Raises ConfigError for a collective or algorithm that does not exist.
+    """
+    if name == "all":
+        return [(c, algorithm) for c in generators for algorithm in algorithms(c)]
+    collective, _, algorithm = name.partition("/")
+    known = algorithms(collective)
+    if not algorithm:
+        return [(collective, one) for one in known]
+    if algorithm not in known:
+        rule = f"{collective} has the algorithms {', '.join(known)}"
+        raise ConfigError(explain("name", name, rule, f"Say {collective}/{known[0]}, for example"))
+    return [(collective, algorithm)]
+
+
+def rank_counts(text: str) -> list[int]:
+    """Return the rank counts that `8`, `1..64` or `1..8,16,32` names; ConfigError for others."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            rule = "rank counts are numbers from 1 up, or ranges of them"
+            raise ConfigError(explain("ranks", text, rule, "Say 8, or 1..64, or 1..8,16,32"))
+        counts += range(first, last + 1)
+    return counts
+
+
+def byte_count(text: str) -> float:
+    """Return the bytes that `65536`, `64MiB`, `4kB` or `1e9` names; ConfigError for others."""
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units |= {f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
+    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in units or found[1].count(".") > 1:
+        raise ConfigError(explain("bytes", text, "it is a number of bytes", "Say 64MiB, or 65536"))
+    return float(found[1]) * units[found[2]]
+
+
+def node_sizes(text: str | None, p: int) -> tuple[int, ...] | None:
+    """Return the ranks of each node that `2,2` or `8` (on every node) names; None for None."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        rule = "it is the ranks of each node"
+        raise ConfigError(explain("nodes", text, rule, "Say 2,2 or 8"))
+    sizes = tuple(int(size) for size in text.split(","))
+    return Network(nodes=sizes if len(sizes) > 1 else sizes[0]).layout(p)
+
+
+def _schedule(
+    config: Show | _Simulated, collective: str, algorithm: str, nodes: tuple[int, ...] | None
+) -> CommSchedule:
+    schedule = make(
+        collective,
+        algorithm,
+        config.ranks,
+        root=config.root,
+        offset=config.offset,
+        nodes=nodes,
+    )
+    return segment(schedule, config.segments)
+
+
+def _show(config: Show) -> int:
+    chosen = names(config.name)
+    nodes = node_sizes(config.nodes, config.ranks)
+    if config.svg is not None:
+        collective, algorithm = _only(chosen)
+        _write(config.svg, draw(_schedule(config, collective, algorithm, nodes), "svg"))
+        return 0
+    for number, (collective, algorithm) in enumerate(chosen):
+        print("\n" * (number > 0) + generators[collective][algorithm].about)
+        print(draw(_schedule(config, collective, algorithm, nodes), width=config.width))
+    return 0
+
+
+def _network(config: _Simulated) -> Network:
+    sizes = node_sizes(config.nodes, config.ranks)
+    if sizes is None:
+        sizes = Network(nodes=next(n for n in (4, 2, 1) if config.ranks % n == 0)).layout(
+            config.ranks
+        )
+    return Network(
+        alpha=config.alpha,
+        beta=config.beta,
+        gamma=config.gamma,
+        alpha_intra=config.alpha_intra,
+        beta_intra=config.beta_intra,
+        nodes=sizes,
+        shared=config.shared,
+    )
+
+
+def _simulate(config: Simulate) -> int:
+    chosen, network, nbytes = names(config.name), _network(config), byte_count(config.bytes)
+    print(_headline(config, network))
+    print(f"\n{'':30}{'time':>10}{'busbw':>12}{'messages':>18}{'sent by a rank':>18}")
+    failed: list[ScheduleError] = []
+    for collective, algorithm in chosen:
+        schedule = _schedule(config, collective, algorithm, network.layout(config.ranks))
+        try:
+            result = simulate(schedule, nbytes, network, spans=0)
+        except ScheduleError as error:
+            failed.append(error)
+            continue
+        print(_row(schedule, nbytes, result), flush=True)
+    if failed and len(failed) == len(chosen):
+        raise failed[0]
+    for reason in failed:
+        print(f"not simulated: {reason}")
+    return 0
+
+
+def _headline(config: _Simulated, network: Network) -> str:
+    sizes = network.layout(config.ranks)
+    each = str(sizes[0]) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+    nodes = f"{len(sizes):,} nodes of {each}" if len(sizes) > 1 else "1 node"
+    return (
+        f"{config.name} of {config.bytes} on {config.ranks:,} ranks, {nodes}: alpha "
+        f"{seconds(network.alpha)} between nodes and {seconds(network.alpha_intra)} inside, "
+        f"{_rate(network.beta)} and {_rate(network.beta_intra)}, additions {_rate(network.gamma)}"
+    )
+
+
+def _rate(seconds_a_byte: float) -> str:
+    return f"{1e-9 / seconds_a_byte:.3g} GB/s" if seconds_a_byte else "for free"
+
+
+def _row(schedule: CommSchedule, nbytes: float, result: Result) -> str:
+    rate = bus_bandwidth(schedule.collective, nbytes, schedule.ranks, result.makespan)
+    return (
+        f"{schedule.name:30}{seconds(result.makespan):>10}{rate / 1e9:>7.3g} GB/s"
+        f"{result.messages:>18,}{result.bytes_sent_max / 2**20:>14.4g} MiB"
+    )
+
+
+def _draw(config: Draw) -> int:
+    collective, algorithm = _only(names(config.name))
+    network = _network(config)
+    schedule = _schedule(config, collective, algorithm, network.layout(config.ranks))
+    full = config.ranks <= 32
+    result = simulate(schedule, byte_count(config.bytes), network, full=full)
+    title = f"{schedule.name} of {config.bytes} on {config.ranks} ranks: {seconds(result.makespan)}"
+    if config.svg is None:
+        print(f"{title}\n\n{draw(result.timeline, width=config.width)}")
+    else:
+        _write(config.svg, draw(result.timeline, "svg", title=title))
+    return 0
+
+
+def _only(chosen: list[tuple[str, str]]) -> tuple[str, str]:
+    if len(chosen) > 1:
+        collective, algorithm = chosen[0]
+        rule = "one picture shows one algorithm"
+        raise ConfigError(explain("name", collective, rule, f"Say {collective}/{algorithm}"))
+    return chosen[0]
+
+
+def _write(path: Path, words: str) -> None:
+    try:
+        path.write_text(words, encoding="utf-8")
+    except OSError as error:
+        rule = f"the file cannot be written: {error.strerror}"
+        raise ConfigError(explain("svg", str(path), rule, "Name another file")) from None
+    print(f"wrote {path}")
