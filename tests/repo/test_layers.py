@@ -5,7 +5,7 @@ L1  kernels  schedule
 L2  comm  autograd                          comm and autograd do not know each other
 L3  nn  optim  models
 L4  parallel                                the first layer that joins communication and gradients
-L5  train  checkpoint  bench  cli
+L5  train  checkpoint  bench  cli  __main__
 """
 
 import ast
@@ -41,6 +41,7 @@ ALLOWED = {
     "checkpoint": L4_AND_BELOW,
     "bench": L4_AND_BELOW | {"train"},
     "cli": L4_AND_BELOW | {"train", "checkpoint", "bench"},
+    "__main__": {"cli"},
 }
 KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "cli"}
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
