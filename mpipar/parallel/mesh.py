@@ -129,6 +129,9 @@ class Mesh:
         Raises ConfigError on every rank, before any communicator is made, if the sizes do not fit
         the number of ranks (see `resolve`) or if the ranks passed different sizes.
         """
+        if not isinstance(raw, MPI.Intracomm) or raw == MPI.COMM_NULL:
+            rule = "it is an mpi4py intracommunicator"
+            raise ConfigError(explain("raw", raw, rule, "Pass MPI.COMM_WORLD"))
         _require_agreement(raw, (pp, dp, cp, tp, ep))
         self.shape = resolve(raw.size, pp, dp, cp, tp, ep)
         here = np.unravel_index(raw.rank, self.shape)

@@ -195,10 +195,9 @@ class TensorParallel:
             raise ConfigError(explain("w.shape", tuple(w.shape), rule, "Pass equal inner sizes"))
         block = scatter_to(self.comm, w, 0)  # (out/p, in)
         a = copy_to(self.comm, a)
-        if isinstance(a, Tensor) or isinstance(block, Tensor):
-            y = functional.linear(a, block)  # (..., out/p)
-        else:
-            y = module_of(a).matmul(a, block.T)
+        y = functional.linear(a, block)  # (..., out/p)
+        if not isinstance(a, Tensor) and not isinstance(block, Tensor):
+            y = y.data
         return gather_from(self.comm, y, -1, partition.blocks(w.shape[0], self.comm.size))
 
 
@@ -241,7 +240,7 @@ def _parameters(
 
     def make(spec: Spec, whole: Array | None) -> Parameter:
         if whole is not None:
-            local = module_of(whole).array(spec.take(whole), dtype=dtype, order="C")
+            local = module_of(whole).array(spec.take(whole), dtype=as_dtype(dtype), order="C")
         elif std is not None and spec is bias:
             local = np.zeros(spec.local_shape, as_dtype(dtype))
         else:

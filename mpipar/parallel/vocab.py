@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.arrays import dtype as as_dtype
 from mpipar.autograd import Function, functional
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import embedding as rows_of
@@ -49,8 +50,12 @@ class VocabParallelEmbedding(Module):
         name: str = "",
         std: float = 0.02,
         dtype: Any = "float32",
+        full: Array | None = None,
     ) -> None:
-        """Make this rank's rows, those of the dense embedding of the same seed and name."""
+        """Make this rank's rows, those of the dense embedding of the same seed and name.
+
+        full: the dense weight [num, dim] to take the rows from, instead of drawing them.
+        """
         check_size("num", num)
         check_size("dim", dim)
         self.num, self.dim, self.comm = num, dim, comm
@@ -58,7 +63,23 @@ class VocabParallelEmbedding(Module):
             AXIS, 0, comm.rank, comm.size
         )
         self.start = spec.offset[0]
-        self.weight = Parameter(init.draw(spec, seed, std=std, dtype=dtype), spec)
+        if full is None:
+            self.weight = Parameter(init.draw(spec, seed, std=std, dtype=dtype), spec)
+        else:
+            rows = module_of(full).array(spec.take(full), dtype=as_dtype(dtype), order="C")
+            self.weight = Parameter(rows, spec)
+
+    @classmethod
+    def from_full(
+        cls, weight: Array, comm: Communicator, **settings: Any
+    ) -> "VocabParallelEmbedding":
+        """Return the embedding that holds copies of this rank's rows of a dense one [num, dim].
+
+        The dtype is the weight's; `settings` are those of the constructor.
+        """
+        settings = {"dtype": weight.dtype, **settings, "full": weight}
+        num, dim = weight.shape
+        return cls(num, dim, comm, **settings)
 
     def forward(self, ids: Array) -> Any:
         """Return the rows (..., dim), replicated, for replicated integer ids (...).

@@ -79,6 +79,12 @@ def test_sizes_that_do_not_fit_are_an_error_on_every_rank(raw: MPI.Intracomm) ->
         Mesh(raw, pp=0)
 
 
+def test_what_is_no_communicator(raw: MPI.Intracomm) -> None:
+    for wrong in (MPI.COMM_NULL, None, 4):
+        with pytest.raises(ConfigError, match="intracommunicator"):
+            Mesh(wrong)
+
+
 def test_ranks_that_ask_for_different_meshes_all_hear_of_it(raw: MPI.Intracomm) -> None:
     if raw.size == 1:
         return

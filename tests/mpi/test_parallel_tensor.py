@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipar.autograd import Tape, Tensor
+from mpipar.autograd import Tape, Tensor, recompute
 from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError
 from mpipar.nn import Linear, Module
@@ -115,6 +115,24 @@ def test_one_all_reduce_forward_and_one_backward(comm: Communicator) -> None:
     loss.backward()
     assert comm.calls.total() - before == 2 * once
     assert comm.calls["all_reduce"] == comm.calls.total()
+
+
+def test_recomputation_runs_the_same_collectives_again(comm: Communicator) -> None:
+    x, y, once = draw(ROWS, DIM), draw(ROWS, DIM, seed=4), int(comm.size > 1)
+    kept, again = parallel(comm), parallel(comm)
+    (kept(Tensor(x)) * y).sum().backward()
+    before = comm.calls.total()
+    (recompute(again, Tensor(x)) * y).sum().backward()
+    assert comm.calls.total() - before == 3 * once  # forward, forward again, backward
+    for param, other in zip(kept.parameters(), again.parameters(), strict=True):
+        np.testing.assert_allclose(other.grad, param.grad, **EXACT)
+
+
+def test_recomputation_on_a_rank_that_has_no_loss(comm: Communicator) -> None:
+    out = recompute(parallel(comm), Tensor(draw(ROWS, DIM)))
+    before = comm.calls.total()
+    (out.sum() if comm.rank == 0 else Tensor(np.zeros(()))).backward()
+    assert comm.calls.total() - before == 2 * int(comm.size > 1)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -73,6 +73,15 @@ def test_embedding_is_the_dense_one(comm: Communicator, vocab: int) -> None:
     )
 
 
+def test_embedding_from_full(comm: Communicator) -> None:
+    table = draw(10, 4).astype(np.float32)
+    local = VocabParallelEmbedding.from_full(table, comm, name="table")
+    assert local.weight.dtype == np.float32
+    assert not np.shares_memory(local.weight.data, table)
+    ids = some_ids(10, 2, 9)
+    np.testing.assert_array_equal(local(ids).data, table[ids])
+
+
 def test_messages_of_the_embedding(comm: Communicator) -> None:
     local, once = VocabParallelEmbedding(10, 4, comm), int(comm.size > 1)
     rows = local(some_ids(10, 3))
