@@ -1,5 +1,6 @@
 """Every collective by every algorithm against NumPy in float64, on any number of ranks."""
 
+import gc
 from typing import Any
 
 import ml_dtypes
@@ -302,12 +303,24 @@ def test_layout_of_the_group(raw: MPI.Intracomm) -> None:
         comm.all_reduce(np.ones(3))
 
 
-@pytest.mark.time_limit(120)
 def test_three_thousand_communicators(raw: MPI.Intracomm) -> None:
-    for i in range(3000 if raw.size == 2 else 2100 if raw.size > 2 else 100):
+    """MPICH has 2,047 for a process; the ids are counted there, so one rank is a full test."""
+    for i in range(3000 if raw.size == 1 else 100):
         with mp.Communicator(raw) as comm:
-            if i % 500 == 0:
+            if i % 50 == 0:
                 assert comm.all_reduce(np.ones(1))[0] == comm.size
+
+
+def test_communicators_that_are_dropped_do_not_hang(raw: MPI.Intracomm) -> None:
+    """Nothing is freed when Python collects, in whatever order the ranks do that."""
+    dropped = [mp.Communicator(raw) for _ in range(10)]
+    if raw.rank % 2:
+        dropped.reverse()
+    while dropped:
+        dropped.pop()
+        gc.collect()
+    with mp.Communicator(raw) as comm:
+        assert comm.all_reduce(np.ones(1))[0] == comm.size
 
 
 def test_many_sizes_do_not_pile_up(comm: mp.Communicator) -> None:
