@@ -10,7 +10,6 @@ of the same name in `differentiable`, whose forward and backward are calls on ar
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from mpi4py import MPI
@@ -330,12 +329,7 @@ class Communicator:
     def __enter__(self) -> "Communicator":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:  # after an error the other ranks may never come to free it
             self.destroy()
 
