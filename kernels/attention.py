@@ -27,8 +27,10 @@ from mpipar.arrays import compute_dtype
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels.blocks import host, row_max
 
-TILE = 64  # queries
-SCORES = 1 << 18  # elements of a tile's scores, all of its heads: 1 MiB in float32
+TILE = 64  # queries; twice as many for long rows of keys, whose edge is a smaller share
+LONG = 512  # keys
+SCORES = 1 << 17  # elements of a tile's scores, all of its heads: 512 KiB in float32
+BOUND = 30.0  # scores up to this need no maximum subtracted: e^30 and its sums are far from limits
 
 
 class Mask(NamedTuple):
@@ -61,17 +63,23 @@ def reference(
 
 
 class _Tile(NamedTuple):
-    """Queries `rows`, the number of keys the last and the first of them see."""
+    """Queries `rows`, and the number of keys that the last and the first of them see."""
 
     rows: slice
     seen: int
     by_all: int
 
 
+def _tile_size(queries: int, keys: int) -> int:
+    """Return the number of queries of a tile."""
+    return max(1, min(TILE if keys <= LONG else 2 * TILE, queries))
+
+
 def _tiles(queries: int, keys: int, mask: Mask) -> Iterator[_Tile]:
-    """Yield the tiles from the last to the first, which sees least."""
-    for start in reversed(range(0, queries, TILE)):
-        stop = min(start + TILE, queries)
+    """Yield the tiles of the queries."""
+    size = _tile_size(queries, keys)
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
         if mask.causal:
             ahead = mask.q_offset - mask.k_offset
             last, first = (min(max(ahead + i, 0), keys) for i in (stop, start + 1))
@@ -80,62 +88,90 @@ def _tiles(queries: int, keys: int, mask: Mask) -> Iterator[_Tile]:
             yield _Tile(slice(start, stop), keys, keys)
 
 
-@functools.lru_cache(maxsize=64)
-def _hidden(rows: int, columns: int, first: int, char: str) -> np.ndarray:
-    """Return 0 where column j <= first + row i, else -inf: (rows, columns)."""
-    i, j = np.arange(rows)[:, None], np.arange(columns)
-    return np.where(j <= first + i, 0.0, -np.inf).astype(char)
-
-
 def _groups(q: np.ndarray, k: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Yield batch index and kv heads, as many as keep a tile's scores in the cache."""
     repeat = q.shape[2] // k.shape[2]
-    one = repeat * min(TILE, q.shape[1]) * k.shape[1]
+    one = repeat * _tile_size(q.shape[1], k.shape[1]) * k.shape[1]
     step = max(1, SCORES // max(one, 1))
     for b in range(q.shape[0]):
         for g in range(0, k.shape[2], step):
             yield b, slice(g, min(g + step, k.shape[2]))
 
 
-def _heads_first(x: np.ndarray, b: int, heads: slice, wide: np.dtype) -> np.ndarray:
-    """Return x (B, K, G, D) at b and some heads as a contiguous (G, K, D)."""
-    return np.ascontiguousarray(x[b, :, heads].transpose(1, 0, 2), wide)
+def _space(q: np.ndarray, k: np.ndarray) -> int:
+    """Return the elements of the largest tile's scores."""
+    heads = max((s.stop - s.start for _, s in _groups(q, k)), default=0)
+    return heads * (q.shape[2] // k.shape[2]) * _tile_size(q.shape[1], k.shape[1]) * k.shape[1]
 
 
-class _Rows:
-    """Query rows of one batch index and some kv heads: (S, H, D) seen as (G, R, S, D)."""
-
-    def __init__(self, x: np.ndarray, b: int, heads: slice, groups: int) -> None:
-        repeat = x.shape[2] // groups
-        seq, width = x.shape[1], x.shape[3]
-        self.view = x[b].reshape(seq, groups, repeat, width)[:, heads].transpose(1, 2, 0, 3)
-
-    def read(self, tile: _Tile, wide: np.dtype) -> np.ndarray:
-        """Return a contiguous copy of the tile's rows: (G, R * T, D)."""
-        part = self.view[:, :, tile.rows]
-        copy = np.array(part, wide, order="C")
-        return copy.reshape(part.shape[0], -1, part.shape[3])
-
-    def write(self, tile: _Tile, rows: np.ndarray) -> None:
-        """Store (G, R * T, D) as the tile's rows."""
-        target = self.view[:, :, tile.rows]
-        target[...] = rows.reshape(target.shape)
+def _rows_of(x: np.ndarray, b: int, heads: slice, groups: int) -> np.ndarray:
+    """Return the query rows x (B, S, H, D) of a batch index and kv heads as a view (G, R, S, D)."""
+    _, seq, count, width = x.shape
+    by_group = x[b].reshape(seq, groups, count // groups, width)
+    return by_group[:, heads].transpose(1, 2, 0, 3)
 
 
-def _scores(
-    q: np.ndarray, keys: np.ndarray, tile: _Tile, mask: Mask, space: np.ndarray
-) -> np.ndarray:
-    """Return the masked scores (G, R * T, seen) of scaled queries q (G, R * T, D)."""
-    shape = (q.shape[0], q.shape[1], tile.seen)
-    s = np.matmul(
-        q, keys[:, : tile.seen].transpose(0, 2, 1), out=space[: math.prod(shape)].reshape(shape)
-    )
-    if tile.by_all < tile.seen:
-        rows = tile.rows.stop - tile.rows.start
-        first = mask.q_offset + tile.rows.start - mask.k_offset - tile.by_all
-        edge = s.reshape(shape[0], -1, rows, tile.seen)[..., tile.by_all :]
-        edge += _hidden(rows, tile.seen - tile.by_all, first, s.dtype.char)
-    return s
+def _tile_rows(rows: np.ndarray, tile: _Tile, wide: np.dtype) -> np.ndarray:
+    """Return the tile's rows (G, R * T, D): a view if R is 1 and nothing is widened."""
+    part = rows[:, :, tile.rows]
+    return part.reshape(part.shape[0], -1, part.shape[3]).astype(wide, copy=False)
+
+
+def _product_into(target: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    """Write x @ y (G, R * T, D) into the view target (G, R, T, D)."""
+    if target.shape[1] == 1 and target.dtype == x.dtype:
+        np.matmul(x, y, out=target[:, 0])
+    else:
+        target[...] = (x @ y).reshape(target.shape)
+
+
+def _across(x: np.ndarray, extra: int = 0) -> np.ndarray:
+    """Return x (G, K, D) as a contiguous (G, D + extra, K), with rows of ones as the extra."""
+    g, k, d = x.shape
+    out = np.ones((g, d + extra, k), x.dtype)
+    for start in range(0, k, 64):  # chunks of columns stay in the cache
+        out[:, :d, start : start + 64] = x[:, start : start + 64].transpose(0, 2, 1)
+    return out
+
+
+class _Keys:
+    """Keys (times the scale) and values of a batch index and some heads, to suit the products."""
+
+    def __init__(self, k: np.ndarray, v: np.ndarray, b: int, some: slice, mask: Mask) -> None:
+        self.mask = mask
+        wide = compute_dtype(k.dtype)
+        self.keys = np.empty((some.stop - some.start, k.shape[1], k.shape[3]), wide)  # (G, K, D)
+        np.multiply(k[b, :, some].transpose(1, 0, 2), mask.scale, out=self.keys, dtype=wide)
+        self.values = np.ascontiguousarray(v[b, :, some].transpose(1, 0, 2), wide)
+        self.across = _across(self.keys)
+
+    def scores(self, q: np.ndarray, tile: _Tile, space: np.ndarray) -> np.ndarray:
+        """Return the masked scores (G, R * T, seen) of queries q (G, R * T, D)."""
+        shape = (q.shape[0], q.shape[1], tile.seen)
+        s = space[: math.prod(shape)].reshape(shape)
+        np.matmul(q, self.across[:, :, : tile.seen], out=s)
+        if tile.by_all < tile.seen:
+            rows = tile.rows.stop - tile.rows.start
+            ahead = self.mask.q_offset + tile.rows.start - self.mask.k_offset - tile.by_all
+            edge = s.reshape(shape[0], -1, rows, tile.seen)[..., tile.by_all :]
+            np.copyto(edge, -np.inf, where=_hidden(rows, tile.seen - tile.by_all, ahead))
+        return s
+
+
+def _bounded(q: np.ndarray, k: np.ndarray, mask: Mask) -> bool:
+    """Say whether |s_ij| <= scale |q_i| |k_j| <= BOUND for all scores.
+
+    Then their exponentials can be taken as they are, without subtracting a maximum.
+    """
+    wide = compute_dtype(q.dtype)
+    longest = [np.einsum("...d,...d->...", x, x, dtype=wide).max(initial=0.0) for x in (q, k)]
+    return abs(mask.scale) * math.sqrt(longest[0]) * math.sqrt(longest[1]) <= BOUND
+
+
+@functools.lru_cache(maxsize=64)
+def _hidden(rows: int, columns: int, ahead: int) -> np.ndarray:
+    """Return where column j > ahead + row i: (rows, columns)."""
+    return np.arange(columns) > ahead + np.arange(rows)[:, None]
 
 
 def forward_cpu(
@@ -143,43 +179,40 @@ def forward_cpu(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return o and L, tile by tile."""
     batch, seq, heads, _ = q.shape
-    keys, groups = k.shape[1:3]
+    groups = k.shape[2]
     out = np.empty((batch, seq, heads, v.shape[3]), q.dtype)
     lse = np.empty((batch, groups, heads // groups, seq))
     wide = compute_dtype(q.dtype)
-    space = np.empty(_space(q, k), wide)
+    space, bounded = np.empty(_space(q, k), wide), _bounded(q, k, mask)
     for b, some in _groups(q, k):
-        keys_, values = _heads_first(k, b, some, wide), _heads_first(v, b, some, wide)
-        queries, results = _Rows(q, b, some, groups), _Rows(out, b, some, groups)
-        for tile in _tiles(seq, keys, mask):
-            stats = lse[b, some, :, tile.rows]  # (G, R, T)
+        queries, results = (_rows_of(x, b, some, groups) for x in (q, out))
+        keys = _Keys(k, v, b, some, mask)
+        for tile in _tiles(seq, k.shape[1], mask):
+            target, stats = results[:, :, tile.rows], lse[b, some, :, tile.rows]
             if not tile.seen:
-                results.view[:, :, tile.rows] = 0
-                stats[...] = -np.inf
+                target[...], stats[...] = 0, -np.inf
                 continue
-            rows = queries.read(tile, wide)
-            rows *= mask.scale
-            s = _scores(rows, keys_, tile, mask, space)
-            top = row_max(s)
-            if not tile.by_all:
-                np.maximum(top, np.finfo(wide).min, out=top)  # a row that sees nothing has -inf
-            s -= top
+            s = keys.scores(_tile_rows(queries, tile, wide), tile, space)
+            top = 0.0 if bounded else _subtract_top(s)
             np.exp(s, out=s)
-            total = s @ np.ones((tile.seen, 1), wide)
+            total = s @ np.ones((tile.seen, 1), wide)  # (G, R * T, 1)
+            with np.errstate(divide="ignore"):
+                logs = np.log(total, dtype=np.float64)  # -inf where no key is seen
+            stats[...] = (logs + top).reshape(stats.shape)
             if not tile.by_all:
-                top[total == 0] = -np.inf
                 total[total == 0] = 1
-            o = s @ values[:, : tile.seen]
-            o /= total
-            results.write(tile, o)
-            stats[...] = (top + np.log(total, dtype=np.float64)).reshape(stats.shape)
+            o = (s @ keys.values[:, : tile.seen]).reshape(target.shape)
+            per_row = total.reshape(*target.shape[:3], 1)
+            np.divide(o, per_row, out=target, casting="same_kind")
     return out, lse.reshape(batch, heads, seq)
 
 
-def _space(q: np.ndarray, k: np.ndarray) -> int:
-    """Return the elements of the largest tile's scores."""
-    heads = max((s.stop - s.start for _, s in _groups(q, k)), default=0)
-    return heads * (q.shape[2] // k.shape[2]) * min(TILE, q.shape[1]) * k.shape[1]
+def _subtract_top(s: np.ndarray) -> np.ndarray:
+    """Subtract from each row of s its maximum (0 if all is hidden), and return it."""
+    top = row_max(s)
+    top[np.isneginf(top)] = 0
+    s -= top
+    return top
 
 
 def backward_cpu(
@@ -190,50 +223,60 @@ def backward_cpu(
     groups = k.shape[2]
     wide = compute_dtype(q.dtype)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v))
-    space = np.empty((2, _space(q, k)), wide)
-    lse = np.where(np.isneginf(lse), 0, lse)  # rows that see nothing: every score is -inf
-    head = lse.astype(wide)
-    rest = np.exp(head - lse)  # p = exp(s - head) * rest
-    rows_of = (q.shape[0], groups, q.shape[2] // groups, q.shape[1])
-    per_row = [x.reshape(rows_of) for x in (head, rest.astype(wide), (delta * rest).astype(wide))]
+    space, bounded = np.empty((2, _space(q, k)), wide), _bounded(q, k, mask)
+    per_row = (q.shape[0], groups, q.shape[2] // groups, q.shape[1], 1)
+    lse = np.where(np.isneginf(lse), 0, lse).reshape(per_row)  # hidden rows: every score is -inf
+    delta = delta.reshape(per_row)
     for b, some in _groups(q, k):
-        kv = _heads_first(k, b, some, wide), _heads_first(v, b, some, wide)
-        sums = np.zeros_like(kv[0]), np.zeros_like(kv[1])
-        queries, grads, results = (_Rows(x, b, some, groups) for x in (q, do, dq))
+        queries, grads, results = (_rows_of(x, b, some, groups) for x in (q, do, dq))
+        keys = _Keys(k, v, b, some, mask)
+        values = _across(keys.values, extra=1)
+        sums = np.zeros_like(keys.keys), np.zeros_like(keys.values)  # dk and dv (G, K, D)
         for tile in _tiles(q.shape[1], k.shape[1], mask):
+            target = results[:, :, tile.rows]
             if not tile.seen:
-                results.view[:, :, tile.rows] = 0
+                target[...] = 0
                 continue
-            stats = [np.ascontiguousarray(x[b, some, :, tile.rows]) for x in per_row]
-            rows, g = queries.read(tile, wide), grads.read(tile, wide)
-            rows *= mask.scale
-            dq_rows = _backward_tile(rows, g, kv, sums, stats, tile, mask, space)
-            results.write(tile, dq_rows)
-        dk[b, :, some] = sums[0].transpose(1, 0, 2)
-        dv[b, :, some] = sums[1].transpose(1, 0, 2)
+            rows = _tile_rows(queries, tile, wide)
+            p = keys.scores(rows, tile, space[0])
+            rest = _probabilities(p, lse[b, some, :, tile.rows], bounded)
+            g = _gradient_rows(grads[:, :, tile.rows], delta[b, some, :, tile.rows], rest, wide)
+            sums[1][:, : tile.seen] += p.transpose(0, 2, 1) @ g[..., :-1]
+            ds = space[1, : p.size].reshape(p.shape)
+            np.matmul(g, values[:, :, : tile.seen], out=ds)
+            ds *= p
+            sums[0][:, : tile.seen] += ds.transpose(0, 2, 1) @ rows
+            _product_into(target, ds, keys.keys[:, : tile.seen])
+        scaled = np.multiply(sums[0], mask.scale, out=sums[0])
+        dk[b, :, some], dv[b, :, some] = scaled.transpose(1, 0, 2), sums[1].transpose(1, 0, 2)
     return dq, dk, dv
 
 
-def _backward_tile(
-    q: np.ndarray, do: np.ndarray, kv: tuple[np.ndarray, np.ndarray],
-    sums: tuple[np.ndarray, np.ndarray], stats: list[np.ndarray], tile: _Tile, mask: Mask,
-    space: np.ndarray,
-) -> np.ndarray:  # fmt: skip
-    """Add a tile's part to the sums of dk and dv (G, K, D), and return its dq (G, R * T, D)."""
-    head, rest, delta = (x.reshape(x.shape[0], -1, 1) for x in stats)
-    keys, values = (x[:, : tile.seen] for x in kv)
-    p = _scores(q, kv[0], tile, mask, space[0])
-    p -= head
-    np.exp(p, out=p)
-    do *= rest
-    sums[1][:, : tile.seen] += p.transpose(0, 2, 1) @ do
-    ds = np.matmul(do, values.transpose(0, 2, 1), out=space[1, : p.size].reshape(p.shape))
-    ds -= delta
-    ds *= p
-    sums[0][:, : tile.seen] += ds.transpose(0, 2, 1) @ q
-    dq = ds @ keys
-    dq *= mask.scale
-    return dq
+def _probabilities(s: np.ndarray, lse: np.ndarray, bounded: bool) -> np.ndarray:
+    """Turn scores s (G, R * T, seen) into p / rest, and return the rest (G, R, T, 1).
+
+    p = exp(s - lse) = exp(s - head) * rest with a float32 head: 0 where the scores are bounded
+    (where a row sees a key, lse is above -BOUND), else lse rounded.
+    """
+    if bounded:
+        rest = np.exp(-np.maximum(lse, -BOUND))
+    else:
+        head = lse.astype(s.dtype)
+        rest = np.exp(head - lse)
+        s -= head.reshape(*s.shape[:2], 1)
+    np.exp(s, out=s)
+    return rest
+
+
+def _gradient_rows(
+    do: np.ndarray, delta: np.ndarray, rest: np.ndarray, wide: np.dtype
+) -> np.ndarray:
+    """Return rest * (do, -delta) as (G, R * T, D + 1): times the values and ones, rest * dp."""
+    g, r, t, d = do.shape
+    out = np.empty((g, r, t, d + 1), wide)
+    np.multiply(do, rest.astype(wide), out=out[..., :d], dtype=wide)
+    np.multiply(delta, -rest, out=out[..., d:], casting="same_kind")
+    return out.reshape(g, r * t, d + 1)
 
 
 def check(q: Any, k: Any, v: Any) -> None:

@@ -25,6 +25,7 @@ SIZES = [
     (1, 64, 64, 4, 2, 8),
     (2, 130, 130, 3, 1, 6),
     (1, 200, 70, 2, 2, 5),
+    (1, 150, 520, 2, 1, 3),
     (1, 1, 1, 1, 1, 1),
 ]
 MASKS = [
@@ -157,4 +158,5 @@ def test_blocks_of_keys_make_the_whole(blocks: int) -> None:
 def test_the_full_matrix_of_scores_never_exists() -> None:
     """The scratch of one tile does not grow with the number of queries."""
     q, k, _ = draw(1, 1024, 256, 2, 2, 4)
-    assert attention._space(q, k) == attention._space(q[:, :64], k) == 2 * 64 * 256
+    tile = q[:, : attention.TILE]
+    assert attention._space(q, k) == attention._space(tile, k) == 2 * attention.TILE * 256
