@@ -3,6 +3,7 @@
 import email
 import shutil
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -95,10 +96,12 @@ def test_the_source_archive_makes_the_same_wheel(source: Path, wheel: Path, tmp_
 
 def test_an_editable_install_reads_the_kernels_too(source: Path, tmp_path: Path) -> None:
     built = build("build_editable", source, tmp_path / "editable")
-    archive = zipfile.ZipFile(built)
-    links = [name for name in archive.namelist() if name.endswith(".pth")]
-    path = archive.read(links[0]).decode().strip()  # what the install adds to sys.path
-    code = "import mpipar.kernels as kernels; print(kernels.__file__)"
-    done = run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": path})
+    zipfile.ZipFile(built).extractall(tmp_path / "site")
+    code = (  # -S: without what is installed here, which may be an editable install too
+        "import site, sys; site.addsitedir(sys.argv[1]); sys.path.append(sys.argv[2]); "
+        "import mpipar.kernels as kernels; print(kernels.__file__)"
+    )
+    folders = [tmp_path / "site", sysconfig.get_path("purelib")]
+    done = run([sys.executable, "-S", "-c", code, *folders], cwd=tmp_path, env={"PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).resolve() == source / "kernels" / "__init__.py"
