@@ -25,6 +25,7 @@ from .nn import Shard as Shard
 from .nn import Spec as Spec
 from .parallel.clip import clip_grad_norm as clip_grad_norm
 from .parallel.communicator import Communicator as Communicator
+from .parallel.data import sum_gradients as sum_gradients
 from .parallel.loss import token_mean as token_mean
 from .parallel.mesh import Mesh as Mesh
 from .parallel.replicated import all_gather_sequence as all_gather_sequence
