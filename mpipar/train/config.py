@@ -57,16 +57,16 @@ class TrainConfig:
     data: str | None = None
     """A text file, a folder of them, or a .bin (uint16) or .npy token file; Python's own
     standard library if not given."""
-    batch: int = 16
+    batch: int = 8
     """Sequences of a step, over all ranks together."""
     accumulate: int = 1
     """Parts that each rank cuts its sequences of a step into, to save memory."""
-    steps: int = 200
+    steps: int = 300
     """Steps of the optimiser."""
     seed: int = 0
     """Of initial weights, order of the data and dropout."""
 
-    lr: float = 2e-3
+    lr: float = 3e-3
     """Highest learning rate."""
     min_lr: float | None = None
     """Learning rate at the end of the cosine; a tenth of lr if not given."""
@@ -79,7 +79,7 @@ class TrainConfig:
 
     eval_every: int = 100
     """Steps between two measurements of the validation loss; 0 for one at the end only."""
-    eval_batches: int = 2
+    eval_batches: int = 4
     """Batches of held-out data that the validation loss is measured on."""
     sample: int = 160
     """Tokens of text to generate at the end."""

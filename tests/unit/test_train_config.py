@@ -30,7 +30,7 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"steps": 0}, ["steps=0"]),
     (1, {"lr": float("nan")}, ["lr=nan"]),
     (1, {"lr": 1e-3, "min_lr": 1e-2}, ["min_lr=0.01", "lr=0.001"]),
-    (1, {"warmup": 300}, ["warmup=300", "steps=200"]),
+    (1, {"warmup": 301}, ["warmup=301", "steps=300"]),
     (1, {"dropout": 1.0}, ["dropout=1.0"]),
     (1, {"clip": -1.0}, ["clip=-1.0", "0 or more"]),
     (1, {"seed": -1}, ["seed=-1"]),
