@@ -55,9 +55,8 @@ def adamw_step_cpu(
         np.divide(mean, b, out=b)
         b *= -rate
         if weight_decay:
-            np.multiply(w, -lr * weight_decay, out=a, casting="same_kind", dtype=a.dtype)
-            b += a
-        np.add(w, b, out=w, casting="same_kind", dtype=b.dtype)
+            w = np.multiply(w, 1 - lr * weight_decay, out=a, dtype=a.dtype)
+        np.add(w, b, out=param[part], casting="same_kind", dtype=b.dtype)
 
 
 def adamw_step(

@@ -14,7 +14,7 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, is_device
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 
-BLOCK_BYTES = 1 << 17  # a block and two of scratch stay in a 512 KiB to 2 MiB cache
+BLOCK_BYTES = 1 << 18  # a block and two of scratch stay in a cache of 1 to 2 MiB
 
 
 def matrix(x: np.ndarray) -> np.ndarray:
@@ -52,6 +52,29 @@ def scratch(n: int, width: int, dtype: np.dtype) -> np.ndarray:
     return np.empty((min(block_rows(width, dtype.itemsize), n), width), dtype)
 
 
+def place(out: np.ndarray, block: slice, space: np.ndarray) -> np.ndarray:
+    """Return where a block of `out` is computed: in it, or in scratch if it is 16 bits wide."""
+    return out[block] if out.dtype == space.dtype else space[: block.stop - block.start]
+
+
+def store(out: np.ndarray, block: slice, y: np.ndarray) -> None:
+    """Round what was computed in scratch into `out`; nothing to do if it is there already."""
+    if out.dtype != y.dtype:
+        out[block] = y
+
+
+def element_blocks(n: int, itemsize: int = 4) -> Iterator[slice]:
+    """Yield slices of `n` elements, each half of BLOCK_BYTES."""
+    step = BLOCK_BYTES // itemsize // 2
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def element_scratch(count: int, n: int, dtype: np.dtype) -> np.ndarray:
+    """Return `count` uninitialised blocks for `n` elements."""
+    return np.empty((count, min(BLOCK_BYTES // dtype.itemsize // 2, n)), dtype)
+
+
 def widen(x: np.ndarray) -> np.ndarray:
     """Return x itself, or a float32 copy of 16-bit numbers."""
     return x.astype(compute_dtype(x.dtype), copy=False)
@@ -84,12 +107,16 @@ def host(kernel: str, *operands: Any) -> None:
 __all__ = [
     "Array",
     "block_rows",
+    "element_blocks",
+    "element_scratch",
     "flat",
     "host",
     "matrix",
+    "place",
     "row_blocks",
     "row_max",
     "row_sums",
     "scratch",
+    "store",
     "widen",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.errors import ConfigError, explain
-from mpipar.kernels.blocks import BLOCK_BYTES, host, widen
+from mpipar.kernels.blocks import element_blocks, element_scratch, host, place, store, widen
 
 ROOT = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
@@ -36,58 +36,51 @@ def forward_cpu(
     slope = np.empty(x.shape, x.dtype) if derivative else None
     ys, ds = out.reshape(-1), None if slope is None else slope.reshape(-1)
     wide = compute_dtype(x.dtype)
-    step = BLOCK_BYTES // wide.itemsize // 2
-    space = [np.empty(min(step, flat.size), wide) for _ in range(3)]
+    space = element_scratch(4, flat.size, wide)
     rule = _tanh_block if approximate == "tanh" else _exact_block
-    for start in range(0, flat.size, step):
-        block = slice(start, min(start + step, flat.size))
+    for block in element_blocks(flat.size, wide.itemsize):
         part = widen(flat[block])
-        y, d = rule(part, [s[: len(part)] for s in space], derivative)
-        ys[block] = y
-        if ds is not None:
-            ds[block] = d
+        y = place(ys, block, space[2])
+        d = None if ds is None else place(ds, block, space[3])
+        rule(part, y, d, space[:2, : len(part)])
+        store(ys, block, y)
+        if ds is not None and d is not None:
+            store(ds, block, d)
     return out, slope
 
 
-def _tanh_block(
-    x: np.ndarray, space: list[np.ndarray], derivative: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return y and dy/dx of one block, in the scratch arrays."""
-    square, t, u = space
+def _tanh_block(x: np.ndarray, y: np.ndarray, d: np.ndarray | None, space: np.ndarray) -> None:
+    """Write y and dy/dx of one block: with s = (1 + t)/2, y = x s and (1 - t^2)/2 = 2 s (1 - s)."""
+    square, s = space
     np.multiply(x, x, out=square)
-    np.multiply(square, ROOT * CUBIC, out=t)
-    t += ROOT
-    t *= x
-    np.tanh(t, out=t)
-    np.multiply(t, 0.5, out=u)
-    u += 0.5  # (1 + t) / 2
-    if derivative:
-        square *= 1.5 * ROOT * CUBIC
-        square += 0.5 * ROOT
-        square *= x  # x/2 * ROOT * (1 + 3 CUBIC x^2)
-        np.multiply(t, t, out=t)
-        np.subtract(1, t, out=t)
-        t *= square
-        t += u
-    u *= x
-    return u, t
+    np.multiply(square, ROOT * CUBIC, out=s)
+    s += ROOT
+    s *= x
+    np.tanh(s, out=s)
+    s *= 0.5
+    s += 0.5
+    np.multiply(x, s, out=y)
+    if d is not None:
+        np.subtract(1, s, out=d)
+        d *= y
+        square *= 6 * ROOT * CUBIC
+        square += 2 * ROOT
+        d *= square
+        d += s
 
 
-def _exact_block(
-    x: np.ndarray, space: list[np.ndarray], derivative: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return y and dy/dx of one block, in the scratch arrays."""
-    t, u, _ = space
-    np.multiply(erf(x / math.sqrt(2)), 0.5, out=u)
-    u += 0.5
-    if derivative:
+def _exact_block(x: np.ndarray, y: np.ndarray, d: np.ndarray | None, space: np.ndarray) -> None:
+    """Write y and dy/dx of one block."""
+    s, t = space
+    np.multiply(erf(x / math.sqrt(2)), 0.5, out=s)
+    s += 0.5
+    np.multiply(x, s, out=y)
+    if d is not None:
         np.multiply(x, x, out=t)
         t *= -0.5
-        np.exp(t, out=t)
-        t *= x / math.sqrt(2 * math.pi)
-        t += u
-    u *= x
-    return u, t
+        np.exp(t, out=d)
+        d *= np.multiply(x, 1 / math.sqrt(2 * math.pi), out=t)
+        d += s
 
 
 @functools.cache

@@ -4,13 +4,13 @@ Ba, Kiros, Hinton, Layer Normalization (2016).  With n = (x - mean) * rstd and h
 
     dx = rstd * (h - mean(h) - n * mean(h * n))     dw = sum over rows of dy * n     db = sum of dy
 
-Forward leaves mean and rstd of each row for backward, which computes n again.
+Forward leaves mean and rstd of each row for backward.
 """
 
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.blocks import host, matrix, row_blocks, row_sums, scratch, widen
+from mpipar.kernels.blocks import host, matrix, place, row_blocks, row_sums, scratch, store, widen
 
 Stats = tuple[np.ndarray, np.ndarray]  # mean and 1 / standard deviation of each row, (N,)
 
@@ -35,40 +35,45 @@ def forward_cpu(
     space = scratch(n, d, wide)
     for block in row_blocks(n, d, wide.itemsize):
         part = widen(rows[block])
-        y = space[: len(part)]
+        y = place(result, block, space)
         mean[block] = row_sums(part) / d
         np.subtract(part, mean[block, None], out=y)
         rstd[block] = 1 / np.sqrt(np.vecdot(y, y) / d + eps)
         y *= rstd[block, None]
         y *= scale
-        np.add(y, shift, out=result[block], casting="same_kind")
+        y += shift
+        store(result, block, y)
     return out, (mean, rstd)
 
 
 def backward_cpu(
     g: np.ndarray, x: np.ndarray, w: np.ndarray, stats: Stats
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of x, w and b."""
+    """Return the gradients of x, w and b.
+
+    All sums come from dy and dy * x, without n: with A = sum(h), B = sum(h x) of a row of D,
+    dx = rstd h + a x + c,  a = rstd^3 (A mean - B) / D,  c = -a mean - rstd A / D.
+    """
     grads, rows, dx = matrix(g), matrix(x), np.empty(x.shape, x.dtype)
     n, d = rows.shape
     wide, result, scale = compute_dtype(x.dtype), matrix(dx), widen(w)
-    mean, rstd = stats
     dw, db = np.zeros(d, wide), np.zeros(d, wide)
-    norm, space = scratch(n, d, wide), scratch(n, d, wide)
+    product, space = scratch(n, d, wide), scratch(n, d, wide)
     for block in row_blocks(n, d, wide.itemsize):
         dy, part = widen(grads[block]), widen(rows[block])
-        z, t = norm[: len(part)], space[: len(part)]
-        np.subtract(part, mean[block, None], out=z)
-        z *= rstd[block, None]
-        np.multiply(dy, z, out=t)
-        dw += np.ones(len(t), wide) @ t
-        db += np.ones(len(t), wide) @ dy
+        mean, rstd = stats[0][block], stats[1][block]
+        p, t = product[: len(part)], place(result, block, space)
+        np.multiply(dy, part, out=p)
+        dw += rstd @ p
+        dw -= (rstd * mean) @ dy
+        db += np.ones(len(dy), wide) @ dy
+        sums = dy @ scale
+        a = rstd**3 * (sums * mean - p @ scale) / d
         np.multiply(dy, scale, out=t)
-        z *= (np.vecdot(t, z) / d)[:, None]
-        t -= (row_sums(t) / d)[:, None]
-        t -= z
-        t *= rstd[block, None]
-        result[block] = t
+        t *= rstd[:, None]
+        t += np.multiply(part, a[:, None], out=p)
+        t -= (a * mean + rstd * sums / d)[:, None]
+        store(result, block, t)
     return dx, dw.astype(w.dtype, copy=False), db.astype(w.dtype, copy=False)
 
 

@@ -10,7 +10,7 @@ Forward leaves r = 1 / sqrt(mean(x^2) + eps) of each row for backward.
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.blocks import host, matrix, row_blocks, scratch, widen
+from mpipar.kernels.blocks import host, matrix, place, row_blocks, scratch, store, widen
 
 
 def reference(x: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray:
@@ -28,33 +28,33 @@ def forward_cpu(x: np.ndarray, w: np.ndarray, eps: float) -> tuple[np.ndarray, n
     space = scratch(n, d, wide)
     for block in row_blocks(n, d, wide.itemsize):
         part = widen(rows[block])
-        y = space[: len(part)]
+        y = place(result, block, space)
         r[block] = 1 / np.sqrt(np.vecdot(part, part) / d + eps)
         np.multiply(part, r[block, None], out=y)
-        np.multiply(y, scale, out=result[block], casting="same_kind")
+        y *= scale
+        store(result, block, y)
     return out, r
 
 
 def backward_cpu(
     g: np.ndarray, x: np.ndarray, w: np.ndarray, r: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of x and w."""
+    """Return the gradients of x and w; h * n is summed as dy * x times w and r."""
     grads, rows, dx = matrix(g), matrix(x), np.empty(x.shape, x.dtype)
     n, d = rows.shape
     wide, result, scale = compute_dtype(x.dtype), matrix(dx), widen(w)
     dw = np.zeros(d, wide)
-    norm, space = scratch(n, d, wide), scratch(n, d, wide)
+    product, space = scratch(n, d, wide), scratch(n, d, wide)
     for block in row_blocks(n, d, wide.itemsize):
-        dy, part = widen(grads[block]), widen(rows[block])
-        z, t = norm[: len(part)], space[: len(part)]
-        np.multiply(part, r[block, None], out=z)
-        np.multiply(dy, z, out=t)
-        dw += np.ones(len(t), wide) @ t
+        dy, part, inverse = widen(grads[block]), widen(rows[block]), r[block]
+        p, t = product[: len(part)], place(result, block, space)
+        np.multiply(dy, part, out=p)
+        dw += inverse @ p
+        a = inverse**3 * (p @ scale) / d
         np.multiply(dy, scale, out=t)
-        z *= (np.vecdot(t, z) / d)[:, None]
-        t -= z
-        t *= r[block, None]
-        result[block] = t
+        t *= inverse[:, None]
+        t -= np.multiply(part, a[:, None], out=p)
+        store(result, block, t)
     return dx, dw.astype(w.dtype, copy=False)
 
 

@@ -13,7 +13,7 @@ import functools
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.blocks import BLOCK_BYTES, host, widen
+from mpipar.kernels.blocks import block_rows, host, place, row_blocks, store, widen
 
 Table = tuple[np.ndarray, np.ndarray]
 
@@ -44,26 +44,32 @@ def _table(places: bytes, shape: tuple[int, ...], dim: int, base: float, char: s
 
 
 def rotate_cpu(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, back: bool) -> np.ndarray:
-    """Return x (B, S, H, D) rotated forth or back, in blocks of positions."""
-    out, half = np.empty(x.shape, x.dtype), x.shape[-1] // 2
-    batch, seq, heads, _ = x.shape
-    step = max(1, BLOCK_BYTES // max(heads * half * 8, 1))
-    space = np.empty((min(step, seq), heads, half), compute_dtype(x.dtype))
-    cos, sin = (np.broadcast_to(t, (batch, seq, 1, half)) for t in (cos, sin))
-    for b in range(batch):
-        for start in range(0, seq, step):
-            at = (b, slice(start, min(start + step, seq)))
-            part, c, s = widen(x[at]), cos[at], sin[at]
-            left, right, t = part[..., :half], part[..., half:], space[: len(part)]
-            y = out[at] if out.dtype == space.dtype else np.empty(part.shape, space.dtype)
-            np.multiply(left, c, out=y[..., :half])
-            np.multiply(right, c, out=y[..., half:])
-            minus, plus = (np.add, np.subtract) if back else (np.subtract, np.add)
-            minus(y[..., :half], np.multiply(right, s, out=t), out=y[..., :half])
-            plus(y[..., half:], np.multiply(left, s, out=t), out=y[..., half:])
-            if out.dtype != space.dtype:
-                out[at] = y
+    """Return x (B, S, H, D) rotated forth or back: y = x cos + swapped(x) (-sin, sin)."""
+    out = np.empty(x.shape, x.dtype)
+    _, seq, heads, dim = x.shape
+    half = dim // 2
+    wide = compute_dtype(x.dtype)
+    space = np.empty((2, block_rows(heads * dim, wide.itemsize), heads, dim), wide)
+    shared = cos.ndim == 3  # the same positions in every row of the batch
+    for block in row_blocks(seq, heads * dim, wide.itemsize):
+        for b in range(len(x)):
+            if b == 0 or not shared:
+                c, s = (t[block] if shared else t[b, block] for t in (cos, sin))
+                s = -s if back else s
+                full_c, full_s = _spread(c, c, heads), _spread(-s, s, heads)
+            part, y = widen(x[b, block]), place(out[b], block, space[0])
+            t = space[1, : len(part)]
+            t[..., :half], t[..., half:] = part[..., half:], part[..., :half]
+            t *= full_s
+            np.multiply(part, full_c, out=y)
+            y += t
+            store(out[b], block, y)
     return out
+
+
+def _spread(left: np.ndarray, right: np.ndarray, heads: int) -> np.ndarray:
+    """Return (left, right), each (T, 1, D/2), side by side and for every head: (T, H, D)."""
+    return np.repeat(np.concatenate([left, right], axis=-1), heads, axis=1)
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, back: bool = False) -> np.ndarray:

@@ -11,7 +11,7 @@ s is computed as (1 + tanh(x/2)) / 2: no overflow, and tanh is the fastest of th
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.blocks import BLOCK_BYTES, host, widen
+from mpipar.kernels.blocks import element_blocks, element_scratch, host, place, store, widen
 
 
 def reference(x: np.ndarray, up: np.ndarray | None = None) -> np.ndarray:
@@ -29,7 +29,7 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:
     out += 0.5
 
 
-def _slope(x: np.ndarray, s: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+def _slope(s: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     """Write s + x s (1 - s) = s + y (1 - s) into `out`, for y = x s."""
     np.subtract(1, s, out=out)
     out *= y
@@ -45,20 +45,19 @@ def forward_cpu(
     flat, ys = x.reshape(-1), out.reshape(-1)
     ups, ds = None if up is None else up.reshape(-1), None if slope is None else slope.reshape(-1)
     wide = compute_dtype(x.dtype)
-    step = BLOCK_BYTES // wide.itemsize // 2
-    space = np.empty((3, min(step, flat.size)), wide)
-    for start in range(0, flat.size, step):
-        block = slice(start, min(start + step, flat.size))
+    space = element_scratch(3, flat.size, wide)
+    for block in element_blocks(flat.size, wide.itemsize):
         part = widen(flat[block])
-        s, y, d = space[:, : len(part)]
+        s, y = space[0, : len(part)], place(ys, block, space[1])
         _sigmoid(part, s)
         np.multiply(part, s, out=y)
         if ds is not None:
-            _slope(part, s, y, d)
-            ds[block] = d
+            d = place(ds, block, space[2])
+            _slope(s, y, d)
+            store(ds, block, d)
         if ups is not None:
             y *= widen(ups[block])
-        ys[block] = y
+        store(ys, block, y)
     return out, slope
 
 
@@ -70,20 +69,22 @@ def swiglu_backward_cpu(
     flat, ups, grads = gate.reshape(-1), up.reshape(-1), g.reshape(-1)
     dgates, dups = dgate.reshape(-1), dup.reshape(-1)
     wide = compute_dtype(gate.dtype)
-    step = BLOCK_BYTES // wide.itemsize // 2
-    space = np.empty((3, min(step, flat.size)), wide)
-    for start in range(0, flat.size, step):
-        block = slice(start, min(start + step, flat.size))
+    space = element_scratch(3, flat.size, wide)
+    for block in element_blocks(flat.size, wide.itemsize):
         part, dy = widen(flat[block]), widen(grads[block])
-        s, y, d = space[:, : len(part)]
+        s, y, d = (
+            space[0, : len(part)],
+            place(dups, block, space[1]),
+            place(dgates, block, space[2]),
+        )
         _sigmoid(part, s)
         np.multiply(part, s, out=y)
-        _slope(part, s, y, d)
+        _slope(s, y, d)
         y *= dy
-        dups[block] = y
         d *= widen(ups[block])
         d *= dy
-        dgates[block] = d
+        store(dups, block, y)
+        store(dgates, block, d)
     return dgate, dup
 
 

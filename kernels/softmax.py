@@ -8,7 +8,17 @@ Cost on the CPU: one exponential an element; rows are read once and written once
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.blocks import host, matrix, row_blocks, row_max, row_sums, scratch, widen
+from mpipar.kernels.blocks import (
+    host,
+    matrix,
+    place,
+    row_blocks,
+    row_max,
+    row_sums,
+    scratch,
+    store,
+    widen,
+)
 
 
 def reference(x: np.ndarray, log: bool = False) -> np.ndarray:
@@ -27,14 +37,14 @@ def forward_cpu(x: np.ndarray, log: bool) -> np.ndarray:
     space = scratch(n, d, wide)
     for block in row_blocks(n, d, wide.itemsize):
         part = widen(rows[block])
-        y = space[: len(part)]
+        y = place(result, block, space)
         np.subtract(part, row_max(part), out=y)
         if log:
             y -= np.log(row_sums(np.exp(y)))[:, None]
         else:
             np.exp(y, out=y)
             y *= 1 / row_sums(y)[:, None]
-        result[block] = y
+        store(result, block, y)
     return out
 
 
@@ -46,7 +56,7 @@ def backward_cpu(g: np.ndarray, y: np.ndarray, log: bool) -> np.ndarray:
     space = scratch(n, d, wide)
     for block in row_blocks(n, d, wide.itemsize):
         dy, part = widen(grads[block]), widen(outs[block])
-        t = space[: len(part)]
+        t = place(result, block, space)
         if log:
             np.exp(part, out=t)
             t *= -row_sums(dy)[:, None]
@@ -54,7 +64,7 @@ def backward_cpu(g: np.ndarray, y: np.ndarray, log: bool) -> np.ndarray:
         else:
             np.subtract(dy, np.vecdot(dy, part)[:, None], out=t)
             t *= part
-        result[block] = t
+        store(result, block, t)
     return dx
 
 

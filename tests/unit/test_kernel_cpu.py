@@ -275,7 +275,7 @@ def test_row_helpers() -> None:
     x = normal(5, 192)
     assert np.array_equal(blocks.row_max(x)[:, 0], x.max(1))
     assert np.allclose(blocks.row_sums(x), x.sum(1))
-    assert [s.stop - s.start for s in blocks.row_blocks(5, 1 << 14)] == [2, 2, 1]
+    assert [s.stop - s.start for s in blocks.row_blocks(5, blocks.BLOCK_BYTES // 8)] == [2, 2, 1]
 
 
 OPS = {
