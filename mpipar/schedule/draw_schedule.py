@@ -118,17 +118,17 @@ def _lanes(row: list[Message]) -> list[list[Message]]:
     return lanes
 
 
-def _rows(schedule: CommSchedule) -> list[list[list[Message]]]:
+def _rows(found: list[Message]) -> list[list[list[Message]]]:
     """Return for each level its lanes."""
     by_level: dict[int, list[Message]] = {}
-    for message in messages(schedule):
+    for message in found:
         by_level.setdefault(message.level, []).append(message)
     return [_lanes(by_level[level]) for level in sorted(by_level)]
 
 
-def _title(schedule: CommSchedule, rows: list[list[list[Message]]]) -> str:
-    sent = sum(len(lane) for lanes in rows for lane in lanes)
-    counts = ((schedule.chunks, "chunk"), (len(rows), "round"), (sent, "message"))
+def _title(schedule: CommSchedule, found: list[Message]) -> str:
+    rounds = len({message.level for message in found})
+    counts = ((schedule.chunks, "chunk"), (rounds, "round"), (len(found), "message"))
     counted = ", ".join(_count(n, what) for n, what in counts)
     return f"{schedule.name} on {_count(schedule.ranks, 'rank')}: {counted}"
 
@@ -143,8 +143,8 @@ def text(schedule: CommSchedule, width: int = 96) -> str:
     Where the ranks do not fit in columns, there is a line of text for each rank instead (see
     `mpipar.schedule.text`).
     """
-    rows = _rows(schedule)
-    title = _title(schedule, rows)
+    found = messages(schedule)
+    title = _title(schedule, found)
     pitch = min(16, (width - 10) // schedule.ranks)
     if pitch < 8:
         return f"{title}\n\n{describe(schedule)}"
@@ -153,7 +153,7 @@ def text(schedule: CommSchedule, width: int = 96) -> str:
     for rank, x in enumerate(columns):
         heads[x : x + len(str(rank))] = str(rank)
     lines = [title, "", "round" + "".join(heads)[5:].rstrip()]
-    for index, lanes in enumerate(rows):
+    for index, lanes in enumerate(_rows(found)):
         lines.append(_canvas(columns))
         for number, lane in enumerate(lanes):
             line = _canvas(columns, f"{index:5d}" if number == 0 else "")
@@ -182,12 +182,13 @@ def _arrow(line: str, columns: list[int], message: Message) -> str:
 
 def svg(schedule: CommSchedule) -> str:
     """Return the picture as an SVG document."""
-    rows = _rows(schedule)
+    found = messages(schedule)
+    rows = _rows(found)
     left, top, pitch, lane_height, gap = 84, 96, 110, 24, 12
     columns = [left + 30 + rank * pitch for rank in range(schedule.ranks)]
     right = columns[-1] + 46
     canvas = Canvas()
-    canvas.text(24, 34, _title(schedule, rows), 15, weight=600)
+    canvas.text(24, 34, _title(schedule, found), 15, weight=600)
     _legend(canvas, 24, 56)
     y, bands = float(top), []
     for lanes in rows:
