@@ -11,7 +11,7 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.record import array, record, record_pair
-from mpipar.autograd.tensor import Tensor
+from mpipar.autograd.tensor import Tensor, source_of
 from mpipar.errors import BufferMismatchError, explain
 
 
@@ -49,33 +49,45 @@ def matmul(a: Any, b: Any) -> Tensor:
                     "sizes broadcast", "Transpose or reshape one of them")
         ) from error  # fmt: skip
 
-    def rows(g: Array) -> Array:  # the gradient as [..., n, m]
-        if x.ndim == 1:
-            g = g[..., None, :] if y.ndim > 1 else g.reshape(1, 1)
-        return g[..., None] if y.ndim == 1 and x.ndim > 1 else g
+    a_like, b_like = _Like(x), _Like(y)
 
     def vjp_a(g: Array) -> Array:
         wide = y[:, None] if y.ndim == 1 else y  # (..., k, m)
-        grad = _product(rows(g), np.swapaxes(wide, -1, -2))  # (..., n, k)
-        return _undo(grad[..., 0, :] if x.ndim == 1 else grad, x)
+        grad = _product(_rows(g, a_like, b_like), np.swapaxes(wide, -1, -2))  # (..., n, k)
+        return a_like.undo(grad[..., 0, :] if a_like.ndim == 1 else grad)
 
     def vjp_b(g: Array) -> Array:
         wide = x[None, :] if x.ndim == 1 else x  # (..., n, k)
-        if y.ndim == 2 and wide.ndim > 2:  # one product for all leading dimensions
+        g = _rows(g, a_like, b_like)
+        if b_like.ndim == 2 and wide.ndim > 2:  # one product for all leading dimensions
             n = prod(wide.shape[:-1])
-            flat, g = wide.reshape(n, wide.shape[-1]), rows(g)
-            return _undo(_product(flat.T, g.reshape(n, g.shape[-1])), y)
-        grad = _product(np.swapaxes(wide, -1, -2), rows(g))  # (..., k, m)
-        return _undo(grad[..., 0] if y.ndim == 1 else grad, y)
+            wide, g = wide.reshape(n, wide.shape[-1]), g.reshape(n, g.shape[-1])
+        grad = _product(np.swapaxes(wide, -1, -2), g)  # (..., k, m)
+        return b_like.undo(grad[..., 0] if b_like.ndim == 1 else grad)
 
     return record_pair(out, a, vjp_a, b, vjp_b)
 
 
-def _undo(grad: Array, x: Array) -> Array:
-    """Return the gradient of operand x, from that of x broadcast over leading dimensions."""
-    if grad.shape == x.shape and grad.dtype is x.dtype:
-        return grad
-    return unbroadcast(grad, x.shape, x.dtype)
+class _Like:
+    """Shape and dtype of an operand, without holding it."""
+
+    __slots__ = ("dtype", "ndim", "shape")
+
+    def __init__(self, x: Array) -> None:
+        self.shape, self.dtype, self.ndim = x.shape, x.dtype, x.ndim
+
+    def undo(self, grad: Array) -> Array:
+        """Return the gradient of the operand from that of it broadcast over leading dimensions."""
+        if grad.shape == self.shape and grad.dtype is self.dtype:
+            return grad
+        return unbroadcast(grad, self.shape, self.dtype)
+
+
+def _rows(g: Array, a: _Like, b: _Like) -> Array:
+    """Return the gradient of a @ b as [..., n, m], with the dimensions that 1-D operands lost."""
+    if a.ndim == 1:
+        return g[..., None, :] if b.ndim > 1 else g.reshape(1, 1)
+    return g[..., None] if b.ndim == 1 else g
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
@@ -96,24 +108,24 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
     n = prod(shape[:-1])
     flat = data.reshape(n, n_in)  # (N, in); in or out may be 0 on a rank of a sharded layer
     out = _affine(flat, w, b).reshape(*shape[:-1], n_out)
-    dtype, late = data.dtype, isinstance(weight, Tensor) and weight.node is None
+    wants_x, wants_w, wants_b = (source_of(t) is not None for t in (x, weight, bias))
+    leaf = weight if isinstance(weight, Tensor) and weight.node is None else None
+    kept_w = w if wants_x and leaf is None else None
+    kept_x = flat if wants_w else None
+    x_dtype, w_dtype, b_dtype = data.dtype, w.dtype, None if b is None else b.dtype
 
     def vjp(g: Array) -> tuple[Array | None, ...]:
         g = g.reshape(n, n_out)  # (N, out)
-        grads: tuple[Array | None, ...] = (
-            _into(g, array(weight) if late else kept_w, shape, dtype) if wants[0] else None,
-            _product(g.T, kept_x).astype(dtypes[0], copy=False) if kept_x is not None else None,
-        )
-        if b_dtype is None:
-            return grads
-        wide = compute_dtype(g.dtype)
-        return (*grads, np.add.reduce(g, axis=0, dtype=wide).astype(b_dtype, copy=False))
+        dx = dw = db = None
+        if wants_x:
+            dx = _into(g, kept_w if leaf is None else leaf.data, shape, x_dtype)
+        if kept_x is not None:
+            dw = _product(g.T, kept_x).astype(w_dtype, copy=False)
+        if wants_b:
+            db = np.add.reduce(g, axis=0, dtype=compute_dtype(g.dtype)).astype(b_dtype, copy=False)
+        return dx, dw, db
 
-    wants = tuple(isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias))
-    kept_x = flat if wants[1] else None
-    kept_w = None if late or not wants[0] else w
-    dtypes, b_dtype = (w.dtype,), b.dtype if b is not None and wants[2] else None
-    return record(out, (x, weight) if b_dtype is None else (x, weight, bias), vjp)
+    return record(out, (x, weight, bias), vjp)
 
 
 def _affine(x: Array, w: Array, b: Array | None) -> Array:
