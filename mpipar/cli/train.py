@@ -2,8 +2,9 @@
 
     mpiexec -n 4 mpipar train --tp 2 --log run.jsonl
 
-A mistake that all ranks see is one line of rank 0 and exit code 2 on every rank.  What only one
-rank sees is left to the abort hook, which ends the whole job and names the rank.
+A mistake that all ranks see is one line of rank 0 and exit code 2 on every rank.  Collectives that
+do not fit together are one line of each rank that sees it, and the end of the job.  Anything else
+that only one rank sees is left to the abort hook, which ends the job and names the rank.
 """
 
 import sys
@@ -11,11 +12,18 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
-from mpipar.errors import MpiparError
+from mpipar.errors import (
+    BufferMismatchError,
+    CollectiveTimeoutError,
+    DtypeMismatchError,
+    MismatchError,
+    MpiparError,
+)
 from mpipar.train.config import TrainConfig as Config
 
 __all__ = ["Config", "run"]
 
+BETWEEN_RANKS = (BufferMismatchError, CollectiveTimeoutError, DtypeMismatchError, MismatchError)
 HEAD_START = 0.5  # seconds for one process to speak, where the others cannot be told when it has
 
 
@@ -42,9 +50,12 @@ def run(config: Config) -> int:
         with closing(Several(reports)) as report:
             train(config, world, report)
     except MpiparError as error:
-        if not is_of_all_ranks(error):
+        if is_of_all_ranks(error):
+            return fail(str(error), world.rank == 0, world.Barrier)
+        if not isinstance(error, BETWEEN_RANKS):
             raise
-        return fail(str(error), world.rank == 0, world.Barrier)
+        fail(f"rank {world.rank}: {error}", True, lambda: time.sleep(HEAD_START))
+        world.Abort(2)
     return 0
 
 

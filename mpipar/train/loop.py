@@ -179,10 +179,7 @@ def sample(model: Any, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
         settings: dict[str, Any] = {"temperature": TEMPERATURE, "gather": gather}
         written = models.generate(model, prompt, config.sample, seed=config.seed, **settings)
         tokens = np.concatenate([prompt, written])
-        if corpus.is_text:
-            text = readable(tokens)
-        else:
-            text = " ".join(map(str, tokens))
+        text = readable(tokens) if corpus.is_text else " ".join(map(str, tokens))
     mesh.world.barrier()
     return text
 

@@ -1,13 +1,14 @@
 """`mpipar train` as a user starts it: what it writes, and how it fails."""
 
 import json
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
 
-from tests.launch import launch, run
+from tests.launch import launch, mpiexec, run
 
 pytestmark = pytest.mark.launch
 
@@ -45,19 +46,22 @@ def test_a_run_writes_log_plot_and_sample(tmp_path: Path) -> None:
 
 
 def test_no_terminal_no_bar_but_a_bar_in_one() -> None:
-    command = [*mpiexec_line(2), *TRAIN, *TINY, "--steps", "3", "--sample", "0"]
+    command = [
+        *mpiexec(),
+        "-n",
+        "2",
+        sys.executable,
+        *TRAIN,
+        *TINY,
+        "--steps",
+        "3",
+        "--sample",
+        "0",
+    ]
     result = run(["script", "-qec", " ".join(command), "/dev/null"], timeout=60)
     assert result.returncode == 0, result.stdout
     assert "\x1b[" in result.stdout
     assert "3/3" in result.stdout
-
-
-def mpiexec_line(ranks: int) -> list[str]:
-    import sys
-
-    from tests.launch import mpiexec
-
-    return [*mpiexec(), "-n", str(ranks), sys.executable]
 
 
 def bad_tokens(folder: Path) -> Path:
@@ -66,30 +70,64 @@ def bad_tokens(folder: Path) -> Path:
     return path
 
 
-def test_mistakes_are_one_line_without_a_traceback(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    cases: list[tuple[list[str | Path], list[str]]] = [
-        (["--dp", "3"], ["dp=3", "number of ranks, 2"]),
+def assert_one_line(result: CompletedProcess[str], words: list[str]) -> None:
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr + result.stdout, result.stderr
+    assert result.stderr.count("mpipar: error:") == 1, result.stderr
+    for word in words:
+        assert word in result.stderr, (word, result.stderr)
+
+
+def test_a_mesh_that_does_not_fit_is_one_line() -> None:
+    assert_one_line(train(2, "--dp", "3"), ["dp=3", "number of ranks, 2", "-n 3"])
+
+
+def test_a_loss_that_is_not_finite_is_one_line() -> None:
+    flags = ["--steps", "5", "--lr", "1e30", "--clip", "0", "--warmup", "0"]
+    assert_one_line(train(2, *flags), ["not finite in step", "--lr"])
+
+
+SEVERAL = """
+import json, sys
+from mpi4py import MPI
+from mpipar.cli.main import main
+
+for flags in json.loads(sys.argv[1]):
+    code = main(["train", *flags])
+    codes = MPI.COMM_WORLD.gather(code)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(codes), file=sys.stderr, flush=True)
+"""
+
+
+def test_mistakes_are_one_line_and_code_2_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    cases: list[tuple[list[str], list[str]]] = [
         (["--tp", "2", "--heads", "1"], ["heads=1", "tp=2"]),
-        (["--data", tmp_path / "none.txt"], ["data=", "none.txt", "no such file"]),
-        (["--data", empty], ["data=", "empty.txt", "empty"]),
-        (["--data", bad_tokens(tmp_path)], ["data=", "token 300", "--vocab 301"]),
-        (["--lr", "1e30", "--clip", "0", "--warmup", "0"], ["not finite", "--lr"]),
+        (["--tp", "2", "--hidden", "33"], ["hidden=33", "tp=2", "32 or 34"]),
+        (["--batch", "1"], ["batch=1", "dp=2", "--batch 2"]),
+        (["--data", "none.txt"], ["data='none.txt'", "no such file"]),
+        (["--data", "empty.txt"], ["data='empty.txt'", "empty"]),
+        (["--data", "short.txt"], ["data='short.txt'", "9 tokens", "seq=16"]),
+        (["--data", str(bad_tokens(tmp_path))], ["data=", "token 300", "--vocab 301"]),
         (["--log", "/nowhere/run.jsonl"], ["log=", "/nowhere"]),
+        (["--device", "cuda"], ["device='cuda'", "--device cpu"]),
     ]
-    for flags, words in cases:
-        result = train(2, "--steps", "5", *flags)
-        assert result.returncode != 0, flags
-        assert "Traceback" not in result.stderr + result.stdout, result.stderr
-        assert result.stderr.count("mpipar: error:") == 1, result.stderr
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL)
+    flags = json.dumps([[*TINY, *flags] for flags, _ in cases])
+    result = launch(2, [script, flags], timeout=100, cwd=tmp_path)
+    assert "Traceback" not in result.stderr, result.stderr
+    lines = result.stderr.splitlines()
+    assert lines[1::2] == ["[2, 2]"] * len(cases), result.stderr
+    for line, (_, words) in zip(lines[::2], cases, strict=True):
+        assert line.startswith("mpipar: error: "), line
         for word in words:
-            assert word in result.stderr, (word, result.stderr)
+            assert word in line, (word, line)
 
 
 def test_a_world_of_one_under_srun() -> None:
-    import sys
-
     env = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     result = run([sys.executable, *TRAIN, *TINY], timeout=60, env=env)
     assert result.returncode == 2
@@ -100,8 +138,9 @@ def test_a_world_of_one_under_srun() -> None:
     assert (result.returncode, result.stderr) == (2, "")
 
 
-FAILS_ON_RANK_1 = """
+BROKEN = """
 import sys
+import numpy as np
 from mpi4py import MPI
 from mpipar.train import loop
 from mpipar.cli.train import Config, run
@@ -110,18 +149,43 @@ count = loop.count_tokens
 
 def broken(parts, mesh):
     if MPI.COMM_WORLD.rank == 1:
-        raise RuntimeError("the disk fell out")
+        {fault}
     return count(parts, mesh)
 
 loop.count_tokens = broken
-sys.exit(run(Config(layers=1, dim=32, heads=2, seq=16, batch=4)))
+sys.exit(run(Config(layers=1, dim=32, heads=2, seq=16, batch=4, check_collectives=True)))
 """
 
 
-def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS_ON_RANK_1)
+def broken(folder: Path, fault: str) -> CompletedProcess[str]:
+    """Run a job of three ranks in which rank 1 does something else than the others."""
+    script = folder / "broken.py"
+    script.write_text(BROKEN.format(fault=fault))
     result = launch(3, [script], timeout=30)
     assert result.returncode != 0
+    return result
+
+
+def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
+    result = broken(tmp_path, 'raise RuntimeError("the disk fell out")')
     assert "rank 1" in result.stderr
     assert "the disk fell out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("mesh.dp.all_reduce(np.zeros(2, np.int64))", ["rank 1", "shape"]),
+        ("mesh.dp.all_reduce(np.zeros(1, np.float32))", ["rank 1", "float32", "int64"]),
+        ("mesh.dp.all_gather(np.zeros(1, np.int64))", ["rank 1", "all_gather", "all_reduce"]),
+    ],
+    ids=["shape", "dtype", "order"],
+)
+def test_collectives_that_do_not_fit_are_named(
+    tmp_path: Path, fault: str, words: list[str]
+) -> None:
+    result = broken(tmp_path, fault)
+    assert "Traceback" not in result.stderr, result.stderr
+    assert "mpipar: error: " in result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
