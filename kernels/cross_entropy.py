@@ -3,16 +3,27 @@
 Softmax and negative log-likelihood in one pass over the logits, with label smoothing e (Szegedy et
 al. 2016, as in PyTorch).  Rows whose target is `ignore` count nothing.  Backward:
 
-    dx_{n,v} = g_n * (p_{n,v} - (1 - e) [v = t_n] - e / V)        p = softmax(x)
+    dx_{n,v} = g_n * d_{n,v},  d_{n,v} = softmax(x)_{n,v} - (1 - e) [v = t_n] - e / V
 
-Forward leaves p for backward, which turns it into the gradient in place.
+Forward leaves d for backward, which multiplies it in place.  (In 16 bits d is rounded once; the
+softmax itself, rounded, would lose the small differences from 1 that remain of a learned target.)
 """
 
 import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.errors import ConfigError, explain
-from mpipar.kernels.blocks import host, matrix, row_blocks, row_max, row_sums, scratch, widen
+from mpipar.kernels.blocks import (
+    host,
+    matrix,
+    place,
+    row_blocks,
+    row_max,
+    row_sums,
+    scratch,
+    store,
+    widen,
+)
 
 
 def reference(
@@ -28,46 +39,40 @@ def reference(
 
 
 def forward_cpu(
-    x: np.ndarray, t: np.ndarray, smoothing: float, ignore: int, probabilities: bool
+    x: np.ndarray, t: np.ndarray, smoothing: float, ignore: int, slope: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the loss of each row, and p if asked."""
+    """Return the loss of each row, and d if asked."""
     n, v = x.shape
     wide = compute_dtype(x.dtype)
     losses = np.empty(n, wide)
-    p = np.empty((n, v), x.dtype) if probabilities else None
+    d = np.empty((n, v), x.dtype) if slope else None
     space = scratch(n, v, wide)
     valid = t != ignore
     target = np.where(valid, t, 0)
     for block in row_blocks(n, v, wide.itemsize):
         part = widen(x[block])
-        y = space[: len(part)]
+        y = space[: len(part)] if d is None else place(d, block, space)
+        at = np.arange(len(y)), target[block]
         np.subtract(part, row_max(part), out=y)
-        picked = y[np.arange(len(y)), target[block]]
+        picked = y[at]
         average = row_sums(y) / v if smoothing else 0.0
         np.exp(y, out=y)
         total = row_sums(y)
         losses[block] = np.log(total) - (1 - smoothing) * picked - smoothing * average
-        if p is not None:
-            np.multiply(y, (1 / total)[:, None], out=p[block], casting="same_kind")
+        if d is not None:
+            y *= (1 / total)[:, None]
+            y[at] -= 1 - smoothing
+            if smoothing:
+                y -= smoothing / v
+            store(d, block, y)
     losses *= valid
-    return losses, p
+    return losses, d
 
 
-def backward_cpu(
-    g: np.ndarray, p: np.ndarray, t: np.ndarray, smoothing: float, ignore: int
-) -> np.ndarray:
-    """Return the gradient of the logits, written over p."""
-    n, v = p.shape
-    valid = t != ignore
-    target = np.where(valid, t, 0)
-    scale = (g * valid).astype(compute_dtype(p.dtype))
-    for block in row_blocks(n, v, 4):
-        part = widen(p[block])
-        part[np.arange(len(part)), target[block]] -= 1 - smoothing
-        if smoothing:
-            part -= smoothing / v
-        np.multiply(part, scale[block, None], out=p[block], casting="same_kind")
-    return p
+def backward_cpu(g: np.ndarray, d: np.ndarray, t: np.ndarray, ignore: int) -> np.ndarray:
+    """Return the gradient of the logits, written over d."""
+    scale = (g * (t != ignore)).astype(compute_dtype(d.dtype))
+    return np.multiply(d, scale[:, None], out=d, casting="same_kind")
 
 
 def forward(
@@ -75,9 +80,9 @@ def forward(
     t: np.ndarray,
     smoothing: float = 0.0,
     ignore: int = -100,
-    probabilities: bool = False,
+    slope: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the loss of each row (N,), float32 or wider, and softmax(x) if asked.
+    """Return the loss of each row (N,), float32 or wider, and d (N, V) if asked.
 
     x: logits (N, V).  t: integer targets (N,).
     Raises ConfigError naming the first target outside 0..V-1 that is not `ignore`.
@@ -88,12 +93,10 @@ def forward(
         first = int(np.flatnonzero(bad)[0])
         rule = f"a target is between 0 and {x.shape[1] - 1}, or ignore_index={ignore}"
         raise ConfigError(explain(f"targets[{first}]", int(t[first]), rule, "Check the vocabulary"))
-    return forward_cpu(matrix(x), t, smoothing, ignore, probabilities)
+    return forward_cpu(matrix(x), t, smoothing, ignore, slope)
 
 
-def backward(
-    g: np.ndarray, p: np.ndarray, t: np.ndarray, smoothing: float = 0.0, ignore: int = -100
-) -> np.ndarray:
-    """Return the gradient of the logits (N, V) from g (N,); it is written over p."""
-    host("cross_entropy", g, p, t)
-    return backward_cpu(g, p, t, smoothing, ignore)
+def backward(g: np.ndarray, d: np.ndarray, t: np.ndarray, ignore: int = -100) -> np.ndarray:
+    """Return the gradient of the logits (N, V) from g (N,) and d; it is written over d."""
+    host("cross_entropy", g, d, t)
+    return backward_cpu(g, d, t, ignore)

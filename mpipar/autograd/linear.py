@@ -14,6 +14,8 @@ from mpipar.autograd.record import array, record, record_pair
 from mpipar.autograd.tensor import Tensor, source_of
 from mpipar.errors import BufferMismatchError, explain
 
+ROWS = 256  # of a weight's gradient, added at a time
+
 
 def _wide(x: Array) -> Array:
     """Return x in the dtype in which its products are summed."""
@@ -119,7 +121,9 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
         dx = dw = db = None
         if wants_x:
             dx = _into(g, kept_w if leaf is None else leaf.data, shape, x_dtype)
-        if kept_x is not None:
+        if kept_x is not None and leaf is not None and _adds_to(leaf.grad, g, kept_x):
+            _add_product(leaf.grad, g, kept_x)  # the leaf has its part; dw stays None
+        elif kept_x is not None:
             dw = _product(g.T, kept_x).astype(w_dtype, copy=False)
         if wants_b:
             db = np.add.reduce(g, axis=0, dtype=compute_dtype(g.dtype)).astype(b_dtype, copy=False)
@@ -149,6 +153,19 @@ def _into(g: Array, w: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     out = np.empty(shape, dtype)
     np.matmul(g, w, out=out.reshape(len(g), shape[-1]))
     return out
+
+
+def _adds_to(grad: Array | None, g: Array, x: Array) -> bool:
+    """Say whether g.T @ x may be added to an existing gradient block by block."""
+    same = type(grad) is np.ndarray and grad.dtype == g.dtype == x.dtype
+    return same and g.dtype.itemsize > 2
+
+
+def _add_product(grad: Array, g: Array, x: Array) -> None:
+    """Add g.T @ x to grad (out, in) in blocks of rows: no temporary of the size of the weight."""
+    for start in range(0, len(grad), ROWS):
+        rows = slice(start, start + ROWS)
+        grad[rows] += np.matmul(g[:, rows].T, x)
 
 
 def _linear_mismatch(x: Array, w: Array, b: Array | None) -> BufferMismatchError:

@@ -30,7 +30,7 @@ def cross_entropy(
     x, t = array(logits), array(targets)
     _check(x, t, reduction, label_smoothing)
     flat = t.reshape(-1)
-    losses, p = kernel.forward(
+    losses, slope = kernel.forward(
         x.reshape(-1, x.shape[-1]), flat, label_smoothing, ignore_index, wanted(logits)
     )
     count = 1
@@ -41,9 +41,9 @@ def cross_entropy(
         out = out / count if count else out * np.nan
 
     def vjp(g: Array) -> Array:
-        assert p is not None
+        assert slope is not None
         rows = np.broadcast_to(g if reduction == "none" else g / max(count, 1), t.shape)
-        dx = kernel.backward(rows.reshape(-1), p, flat, label_smoothing, ignore_index)
+        dx = kernel.backward(rows.reshape(-1), slope, flat, ignore_index)
         return dx.reshape(x.shape)
 
     return record(out, (logits,), vjp)

@@ -31,6 +31,20 @@ def test_gradients_accumulate_in_place() -> None:
     assert x.grad.base is bucket
 
 
+@pytest.mark.parametrize("out", [3, 700])
+def test_a_weight_gradient_is_added_to_the_one_there(out: int) -> None:
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    w = Tensor(np.zeros((out, 4)), True)
+    w.grad = bucket = np.ones((out, 4))
+    fired = []
+    w.register_hook(lambda t: fired.append(t.grad.copy()))
+    F.linear(x, w).sum().backward()
+    assert w.grad is bucket
+    assert np.allclose(bucket, 1 + x.sum(0))
+    assert len(fired) == 1
+    assert np.array_equal(fired[0], bucket)
+
+
 def test_a_new_gradient_is_contiguous_and_nobody_elses() -> None:
     x = Tensor(np.ones((2, 3)), True)
     seed = np.arange(6.0).reshape(3, 2)
