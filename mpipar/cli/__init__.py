@@ -1,0 +1,1 @@
+"""The command line: `main` finds the subcommand, each of which is a module here."""

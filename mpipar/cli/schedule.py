@@ -18,10 +18,10 @@ from tyro.conf import Positional, arg
 from mpipar.errors import ConfigError, ScheduleError, explain
 from mpipar.schedule import CommSchedule, algorithms, draw, generators, make, segment, simulate
 from mpipar.schedule.draw_timeline import seconds
-from mpipar.schedule.simulate import Network, Result, bus_bandwidth
+from mpipar.schedule.network import CLUSTER, Network, bus_bandwidth
+from mpipar.schedule.simulate import Result
 
 Name = Annotated[str, Positional]
-NETWORK = Network()
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class _Simulated:
     """Root of broadcast, reduce, gather and scatter."""
     offset: int = 1
     """Distance of a shift."""
-    alpha: float = NETWORK.alpha
+    alpha: float = CLUSTER.alpha
     """Seconds a message between nodes."""
-    beta: float = NETWORK.beta
+    beta: float = CLUSTER.beta
     """Seconds a byte between nodes."""
-    gamma: float = NETWORK.gamma
+    gamma: float = CLUSTER.gamma
     """Seconds a byte that is added."""
-    alpha_intra: float = NETWORK.alpha_intra
+    alpha_intra: float = CLUSTER.alpha_intra
     """Seconds a message inside a node."""
-    beta_intra: float = NETWORK.beta_intra
+    beta_intra: float = CLUSTER.beta_intra
     """Seconds a byte inside a node."""
     shared: bool = False
     """The ranks of a node share one link to the other nodes."""

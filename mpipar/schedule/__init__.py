@@ -17,10 +17,11 @@ from mpipar.schedule import (  # noqa: F401  (each enters its algorithms into th
 from mpipar.schedule.core import COLLECTIVES, CommSchedule, Op, Recv, RecvReduce, Round, Send
 from mpipar.schedule.draw import draw
 from mpipar.schedule.mutate import Mutant, mutants, survivors
+from mpipar.schedule.network import Network
 from mpipar.schedule.registry import Generator, algorithms, generators, make
 from mpipar.schedule.replay import replay
 from mpipar.schedule.segment import segment
-from mpipar.schedule.simulate import Network, Result, simulate
+from mpipar.schedule.simulate import Result, simulate
 from mpipar.schedule.text import describe, parse_rounds
 from mpipar.schedule.transpose import transpose
 from mpipar.schedule.verify import Counts, count, verify

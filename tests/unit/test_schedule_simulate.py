@@ -17,7 +17,7 @@ from mpipar.schedule import (
     segment,
     simulate,
 )
-from mpipar.schedule.simulate import bus_bandwidth, chunk_bytes
+from mpipar.schedule.network import bus_bandwidth, chunk_bytes
 
 A, B, G = 3e-6, 0.1e-9, 0.07e-9
 FLAT = Network(alpha=A, beta=B, gamma=G)
