@@ -69,9 +69,8 @@ def simulate(
 
     Chunks are equal parts of `bytes` (see `chunk_bytes`), fractions of a byte allowed, or have
     the `sizes` given, in bytes by chunk id.  Only representatives are run if the schedule declares
-    classes for the network's nodes; `full` and `sizes` run all ranks.  `network` is a common cluster
-    if not given, with one rank on each node.  At most `spans` spans are
-    kept in the timeline.
+    classes for the network's nodes; `full` and `sizes` run all ranks.  Without `network` it is a
+    common cluster with one rank on each node.  The timeline keeps at most `spans` spans.
 
     Raises ScheduleError if the schedule waits for a message that is never sent, and where it takes
     more than OPERATIONS operations; ConfigError for sizes or nodes that do not fit.
