@@ -17,8 +17,9 @@ from typing import Any
 
 from mpipar import rng
 from mpipar.arrays import Array
+from mpipar.autograd.engine import run
 from mpipar.autograd.record import outputs_of
-from mpipar.autograd.tape import Node, Port, Source, Tape, enable_grad, run, state
+from mpipar.autograd.tape import Node, Port, Source, Tape, enable_grad, state
 from mpipar.autograd.tensor import Tensor, source_of
 from mpipar.errors import GraphError, explain
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device, module, module_of
 from mpipar.autograd.declared import Declared
-from mpipar.autograd.tape import Handle, Port, Source, run, state
+from mpipar.autograd.engine import run
+from mpipar.autograd.tape import Handle, Port, Source, state
 from mpipar.errors import BufferMismatchError, DtypeMismatchError, GraphError, explain
 
 
