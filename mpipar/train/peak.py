@@ -8,6 +8,7 @@ its own would see a speed that it never has in training.
 
 import time
 from functools import cache
+from statistics import median
 
 import numpy as np
 
@@ -23,13 +24,13 @@ SECONDS = 0.025  # of a slice: long enough for ranks that share a core to take t
 def matmul_rate(dtype: str) -> float:
     """Return this rank's floating-point operations a second in matrix products of `dtype`.
 
-    The best of several slices of time, 0.2 s in all, the first time; the ranks should call it
-    together.
+    The middle one of several slices of time, 0.2 s in all, the first time; the ranks should call
+    it together.
     """
     a = np.ones((SIZE, SIZE), compute_dtype(as_dtype(dtype)))
     out = np.empty_like(a)
     np.matmul(a, a, out=out)  # wakes up the library
-    return max(_rate(a, out) for _ in range(SLICES))
+    return median(_rate(a, out) for _ in range(SLICES))
 
 
 def _rate(a: np.ndarray, out: np.ndarray) -> float:
