@@ -1,7 +1,7 @@
 """What rank 0 shows of a run: a bar that redraws itself, or plain lines where nobody watches.
 
-    gpt2 of 0.83 M float32 parameters on 4 ranks: dp 4 x tp 1
-    step   20/200   loss 2.9113   31.5 k tokens/s   MFU 41 %   communication 12 %
+    gpt2 of 842 k float32 parameters on 4 ranks: dp 4 x tp 1
+    step  30/300   loss 2.9113   31.5 k tokens/s   MFU 41%   communication 12%
 
 Under a launcher the ranks' output is a pipe even in a terminal, so `terminal.width` asks who
 reads it.
@@ -61,7 +61,7 @@ class Display(Report):
         step = int(row["step"])
         seconds = self.config.batch * self.config.seq / row["tokens_per_s"]
         told = (
-            f"loss {row['loss']:.4f}   {count(row['tokens_per_s'])}tokens/s   "
+            f"loss {row['loss']:.4f}   {count(row['tokens_per_s'])} tokens/s   "
             f"MFU {row['mfu']:.0%}   communication {row['comm_s'] / seconds:.0%}"
         )
         if self.bar is not None and self.task is not None:
@@ -124,4 +124,4 @@ def count(number: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {letter}"
-    return f"{number:.3g} "
+    return f"{number:.3g}"
