@@ -188,8 +188,9 @@ def svg(schedule: CommSchedule) -> str:
     columns = [left + 30 + rank * pitch for rank in range(schedule.ranks)]
     right = columns[-1] + 46
     canvas = Canvas()
-    canvas.text(24, 34, _title(schedule, found), 15, weight=600)
-    _legend(canvas, 24, 56)
+    title = _title(schedule, found)
+    canvas.text(24, 34, title, 15, weight=600)
+    legend_end = _legend(canvas, 24, 56)
     y, bands = float(top), []
     for lanes in rows:
         height = len(lanes) * lane_height + gap
@@ -207,7 +208,8 @@ def svg(schedule: CommSchedule) -> str:
             for message in lane:
                 middle = start + gap / 2 + (number + 0.5) * lane_height
                 _svg_arrow(canvas, columns, message, middle)
-    return canvas.document(right + 24, y + 24)
+    width = max(right + 24, 48 + text_width(title, 16), legend_end)
+    return canvas.document(width, y + 24)
 
 
 def _svg_arrow(canvas: Canvas, columns: list[int], message: Message, y: float) -> None:
@@ -221,7 +223,8 @@ def _svg_arrow(canvas: Canvas, columns: list[int], message: Message, y: float) -
     canvas.text(x, y + 4, label, 11, colour, "middle", 600)
 
 
-def _legend(canvas: Canvas, x: float, y: float) -> None:
+def _legend(canvas: Canvas, x: float, y: float) -> float:
+    """Draw what the colours mean; return where it ends."""
     for colour, words in (
         (BLUE, "3  the receiver takes chunk 3"),
         (ORANGE, "+3  the receiver adds chunk 3 to its own"),
@@ -229,3 +232,4 @@ def _legend(canvas: Canvas, x: float, y: float) -> None:
         canvas.arrow(x, y - 4, x + 26, y - 4, colour)
         canvas.text(x + 34, y, words, 11, MUTED)
         x += 52 + text_width(words, 11)
+    return x

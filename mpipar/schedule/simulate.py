@@ -22,7 +22,7 @@ up as the one that the representative of that rank sends.  A ring on 100,000 ran
 """
 
 import gc
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,7 +144,7 @@ class _Run:
         self.keep = symmetry is not None and not symmetry.exact  # several may read one message
         self.node = list(chain.from_iterable(repeat(i, n) for i, n in enumerate(nodes)))
         self.share: dict[int, int] = {}  # node -> ranks on its link, if links are shared
-        self.posted: dict[int, list[float]] = {}  # key -> arrival times, in the order sent
+        self.posted = defaultdict[int, list[float]](list)  # key -> arrival times, as sent
         self.waiting: dict[int, list[tuple[_Player, _Wanted]]] = {}
         self.ready: deque[_Player] = deque()
         self.timeline, self.finish = Timeline(), dict[int, float]()
@@ -172,13 +172,13 @@ class _Run:
     def _play(self, rank: int, count: int) -> _Player:
         """Compute one rank's times, yielding where it needs a message that is not sent yet."""
         p, gamma, link, key_of = self.schedule.ranks, self.network.gamma, self.link, self.key
-        posted, waiting, taken = self.posted, self.waiting, dict[int, int]()
+        posted, waiting, keep, taken = self.posted, self.waiting, self.keep, dict[int, int]()
         now = port = added = 0.0  # when the round begins, the last message is in, additions end
         sent_bytes, sent_messages = 0.0, 0
         fresh: Container[int] = ()  # the chunks that are being added
         for index, ops in enumerate(self.schedule.rounds(rank)):
             sends, receives, addition, fresh = self._messages(ops, fresh)
-            sent = now
+            sent, room = now, self.room  # room: whether spans are still kept
             for late, peer, size in sends:
                 alpha, beta = link(rank, peer)
                 start = added if late and added > sent else sent
@@ -186,29 +186,35 @@ class _Run:
                 sent_bytes += size
                 sent_messages += 1
                 key = rank * p + peer
-                posted.setdefault(key, []).append(sent)
+                posted[key].append(sent)
                 if key in waiting:
                     self._wake(key)
-                if self.room:
+                if room:
                     self._note(rank, f"to {peer}", "send", start, sent, peer, size)
             arrived = []
             for peer, size in receives:
                 key = key_of(peer, rank)
-                place = taken.get(key, 0)
-                while key not in posted or len(posted[key]) <= place:
+                queue, place = posted[key], taken.get(key, 0)
+                while len(queue) <= place:
                     yield key, rank, index, peer
-                arrived.append((self._take(key, taken, place), peer, size))
+                if keep:
+                    taken[key] = place + 1
+                arrived.append((queue[place] if keep else queue.pop(0), peer, size))
             if len(arrived) > 1:
                 arrived.sort()
             for arrival, peer, size in arrived:
                 flow = size * link(rank, peer)[1]
-                port = arrival if arrival > port + flow else port + flow
-                if self.room:
+                port += flow
+                if arrival > port:
+                    port = arrival
+                if room:
                     self._note(rank, f"from {peer}", "recv", port - flow, port, peer, size)
-            now = max(sent, port, added)
+            now = sent if sent > port else port
+            if added > now:
+                now = added
             if addition:
                 added = now + addition * gamma
-                if self.room:
+                if room:
                     self._note(rank, "add", "reduce", now, added, None, addition)
         self.finish[rank] = max(now, added)
         self.messages += sent_messages * count
@@ -248,16 +254,6 @@ class _Run:
     def _wake(self, key: int) -> None:
         self.ready.extend(player for player, _ in self.waiting.pop(key))
 
-    def _take(self, key: int, taken: dict[int, int], place: int) -> float:
-        arrivals = self.posted[key]
-        if self.keep:
-            taken[key] = place + 1
-            return arrivals[place]
-        arrival = arrivals.pop(0)
-        if not arrivals:
-            del self.posted[key]
-        return arrival
-
     def _key(self, sender: int, receiver: int) -> int:
         if self.view is not None:
             sender, receiver = self.view(sender, receiver)
@@ -286,8 +282,9 @@ class _Run:
     def _note(
         self, rank: int, name: str, kind: str, start: float, stop: float, peer: int | None, n: float
     ) -> None:
-        self.room -= 1
-        self.timeline.add(Span(rank, name, kind, start, stop, peer, round(n)))
+        if self.room > 0:
+            self.room -= 1
+            self.timeline.add(Span(rank, name, kind, start, stop, peer, round(n)))
 
 
 def _check_size(schedule: CommSchedule) -> None:
