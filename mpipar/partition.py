@@ -1,6 +1,6 @@
 """The only split arithmetic of the project: who holds which part of `n` elements.
 
-    blocks(8, 3)         (3, 3, 2)          sizes, as numpy.array_split: the first n % p get one more
+    blocks(8, 3)         (3, 3, 2)          sizes as numpy.array_split's: the first n % p get 1 more
     offsets((3, 3, 2))   (0, 3, 6)          where each block starts
     padded_blocks(8, 3)  (3, 9)             equal size of every block, and the padded total
     zigzag(16, 2)        rank 0: 0..3 and 12..15; rank 1: 4..7 and 8..11

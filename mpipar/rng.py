@@ -37,15 +37,15 @@ def bits(key: int, index: np.ndarray) -> np.ndarray:
     return z
 
 
-def indices(
-    global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]
-) -> np.ndarray:
+def indices(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """Return the row-major global element index of every element of a local block."""
     total = np.zeros((), np.uint64)
     stride = 1
     for axis in reversed(range(len(global_shape))):
-        steps = (np.arange(shape[axis], dtype=np.uint64) + np.uint64(offset[axis])) * np.uint64(stride)
-        total = total + steps.reshape((-1,) + (1,) * (len(global_shape) - 1 - axis))
+        steps = np.arange(shape[axis], dtype=np.uint64) + np.uint64(offset[axis])
+        total = total + (steps * np.uint64(stride)).reshape(
+            (-1,) + (1,) * (len(global_shape) - 1 - axis)
+        )
         stride *= global_shape[axis]
     return np.broadcast_to(total, tuple(shape))
 

@@ -50,4 +50,5 @@ class Timeline:
 
     def busy(self, rank: int, kind: str | None = None) -> float:
         """Return the seconds of a rank's spans (of one kind, if given)."""
-        return sum(s.stop - s.start for s in self.spans if s.rank == rank and kind in (None, s.kind))
+        mine = (span for span in self.spans if span.rank == rank)
+        return sum(span.stop - span.start for span in mine if kind in (None, span.kind))
