@@ -6,10 +6,13 @@ to the result, else to KEEP.  Nothing is copied that need not be: the first addi
 all_reduce reads the caller's array and the received piece, and writes the result.
 
     step i:    receives and sends are posted together
-               ... all complete ...
+               ... all receives complete ...
     step i+1:  what does not depend on step i's additions is posted ("early")
                step i's additions run, while step i+1's messages travel
                the rest of step i+1 is posted ("late")
+
+A send may outlive its step: it must be complete only before its memory is written again, and the
+plan says when that is.
 
 Received values that must be added land in SCRATCH, in two halves used in turn, because step i+1
 receives while step i is being added.  All positions are counted in elements.
@@ -55,7 +58,11 @@ class Fold(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One round of this rank."""
+    """One round of this rank.
+
+    `post_after` and `fold_after` are the last steps whose sends must be complete before this one's
+    messages are posted and before its additions run; -1 is none.
+    """
 
     early_receives: list[Message] = field(default_factory=list)
     late_receives: list[Message] = field(default_factory=list)
@@ -63,6 +70,8 @@ class Step:
     late_sends: list[Message] = field(default_factory=list)
     packs: list[Fold] = field(default_factory=list)  # copies made before the late sends
     folds: list[Fold] = field(default_factory=list)  # additions and copies after completion
+    post_after: int = -1
+    fold_after: int = -1
 
 
 @dataclass(slots=True)
@@ -97,6 +106,8 @@ class _Compiler:
         self.sizes[INPUT] = max((place.stop for place in self.where.values()), default=0)
         self.sizes[OUTPUT] = max((place.stop for place in self.target.values()), default=0)
         self.folded: set[int] = set()  # chunks that the previous step adds
+        self.sent_in: dict[int, int] = {}  # the last step that sends a chunk
+        self.packed_in: set[int] = set()  # steps that send from scratch
 
     def compile(self) -> Plan:
         steps = [
@@ -151,6 +162,7 @@ class _Compiler:
             homes = self._direct(listed, busy, counts)
             if homes is not None:
                 chunks = [op.chunk for op in listed]
+                step.post_after = max(step.post_after, self._last_sent(chunks))
                 late = not self.folded.isdisjoint(chunks)
                 (step.late_receives if late else step.early_receives).append(
                     Message(peer, _merge(homes)[0])
@@ -171,10 +183,19 @@ class _Compiler:
             out = moved[chunk] = self._home(chunk)
             folds.append(Fold(out, tuple(place for _, place in terms)))
         step.folds = _merge_folds(folds)
+        if number - 2 in self.packed_in:  # this step reuses that half of the scratch
+            step.post_after = max(step.post_after, number - 2)
+        if step.packs:
+            self.packed_in.add(number)
+        self.sent_in.update(dict.fromkeys(busy, number))
+        step.fold_after = self._last_sent(operands)
         self.where.update(moved)
         self.folded = set(operands)
         self.sizes[scratch.space] = max(self.sizes[scratch.space], scratch.used)
         return step
+
+    def _last_sent(self, chunks: Iterable[int]) -> int:
+        return max((self.sent_in.get(chunk, -1) for chunk in chunks), default=-1)
 
     def _send(self, step: Step, peer: int, chunks: list[int], scratch: "_Scratch") -> None:
         places = _merge([self.where[chunk] for chunk in chunks])

@@ -8,6 +8,7 @@ sequence number, so that two handles in flight never mix.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,9 +80,10 @@ class Execution:
         ]
         self._spaces = [source, output, *scratch]
         self._bytes = [space.view(np.uint8) for space in self._spaces]
-        self._requests: list[MPI.Request] = []
+        self._receives: list[MPI.Request] = []  # of this step
         self._statuses: list[MPI.Status] = []  # filled and lengthened by Testall
-        self._expected: list[tuple[int, int]] = []  # (peer, bytes) of the receives, first
+        self._expected: list[tuple[int, int]] = []  # (peer, bytes) of the receives
+        self._sends: deque[tuple[int, list[MPI.Request]]] = deque()  # (step, its requests)
         self._number = 0
         self._result: Any = None
         self.done = False
@@ -91,8 +93,13 @@ class Execution:
 
     def test(self) -> bool:
         """Advance as far as possible without waiting; say whether the result is there."""
+        steps = self._plan.steps
         while not self.done:
-            if self._requests and not self._arrived():
+            if self._receives and not self._arrived():
+                return False
+            following = steps[self._number + 1 : self._number + 2]
+            needed = following[0].post_after if following else self._number
+            if not self._sent(max(needed, steps[self._number].fold_after)):
                 return False
             self._next()
         return True
@@ -119,8 +126,8 @@ class Execution:
     def _start(self) -> None:
         steps = self._plan.steps
         if steps:
-            self._post_early(steps[0])
-            self._post_late(steps[0])
+            self._post_early(steps[0], 0)
+            self._post_late(steps[0], 0)
         self._run_folds(self._plan.copies, 1)
         if not steps:
             self._end()
@@ -128,12 +135,12 @@ class Execution:
             waiting.enter(self.test)
 
     def _next(self) -> None:
-        """The step's messages are there: post the next one's around this one's additions."""
+        """The step's receives are there: post the next one's around this one's additions."""
         steps, number = self._plan.steps, self._number
         if number + 1 < len(steps):
-            self._post_early(steps[number + 1])
+            self._post_early(steps[number + 1], number + 1)
             self._run_folds(steps[number].folds, self._divisor_in_folds)
-            self._post_late(steps[number + 1])
+            self._post_late(steps[number + 1], number + 1)
             self._number = number + 1
         else:
             self._run_folds(steps[number].folds, self._divisor_in_folds)
@@ -159,18 +166,16 @@ class Execution:
                 divisor if len(operands) > 1 else 1,
             )
 
-    def _post_early(self, step: Step) -> None:
+    def _post_early(self, step: Step, number: int) -> None:
         for message in step.early_receives:
             self._receive(message)
-        for message in step.early_sends:
-            self._send(message)
+        self._send(step.early_sends, number)
 
-    def _post_late(self, step: Step) -> None:
+    def _post_late(self, step: Step, number: int) -> None:
         for message in step.late_receives:
             self._receive(message)
         self._run_folds(step.packs, 1)
-        for message in step.late_sends:
-            self._send(message)
+        self._send(step.late_sends, number)
 
     def _message(self, message: Message) -> np.ndarray:
         _peer, (space, start, stop) = message
@@ -178,31 +183,43 @@ class Execution:
 
     def _receive(self, message: Message) -> None:
         for triple in buffers.pieces(self._message(message)):
-            self._requests.append(self._comm.Irecv(triple, message.peer, self._tag))
+            self._receives.append(self._comm.Irecv(triple, message.peer, self._tag))
             self._expected.append((message.peer, triple[1]))
 
-    def _send(self, message: Message) -> None:
-        send = self._comm.Issend if synchronous_sends else self._comm.Isend
-        for triple in buffers.pieces(self._message(message)):
-            self._requests.append(send(triple, message.peer, self._tag))
-            self._expected.append((message.peer, -1))
+    def _send(self, messages: list[Message], number: int) -> None:
+        post = self._comm.Issend if synchronous_sends else self._comm.Isend
+        requests = [
+            post(triple, message.peer, self._tag)
+            for message in messages
+            for triple in buffers.pieces(self._message(message))
+        ]
+        if requests:
+            self._sends.append((number, requests))
+
+    def _sent(self, last: int) -> bool:
+        """Say whether the sends of the steps up to `last` are complete."""
+        while self._sends and self._sends[0][0] <= last:
+            if not MPI.Request.Testall(self._sends[0][1]):
+                return False
+            self._sends.popleft()
+        return True
 
     def _arrived(self) -> bool:
-        """Test all requests of the step; check what was received."""
+        """Test the receives of the step; check what was received."""
         try:
-            if not MPI.Request.Testall(self._requests, self._statuses):
+            if not MPI.Request.Testall(self._receives, self._statuses):
                 return False
         except MPI.Exception as error:
             raise BufferMismatchError(
                 f"a message did not fit in {self._watchdog} ({self.place}): {error}"
             ) from error
         for status, (peer, expected) in zip(self._statuses, self._expected, strict=False):
-            if expected >= 0 and status.count != expected:
+            if status.count != expected:
                 raise BufferMismatchError(
                     f"rank {peer} sent {status.count} bytes where {expected} were expected, "
                     f"in {self._watchdog} ({self.place})"
                 )
-        self._requests.clear()
+        self._receives.clear()
         self._expected.clear()
         return True
 
