@@ -13,7 +13,7 @@ from pathlib import Path
 from mpipar.comm.node import Nodes
 from mpipar.errors import ConfigError, explain
 
-SEGMENT_BYTES = 1 << 20  # a segment and its sum stay in a core's cache
+SEGMENT_BYTES = 1 << 22  # smaller ones cost more switching between ranks than they save
 MOST_SEGMENTS = 64
 
 
