@@ -9,21 +9,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpipar import schedule
 from mpipar.comm.buffers import LIMIT, library_type
 from mpipar.errors import ConfigError, explain
 from mpipar.partition import offsets
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-)
+COLLECTIVES = tuple(name for name in schedule.COLLECTIVES if name != "shift")
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 
 
