@@ -6,14 +6,17 @@ they told.  From that it finds, within seconds and without a deadlock:
 
     two ranks under one sequence number in different collectives, shapes, dtypes or operations
     a ring of blocking sends
+    a rank whose program has ended while others wait for it (it says goodbye at exit)
 
 and, after the communicator's time limit, it gives up with a report of who waits for whom.
 """
 
+import atexit
 import json
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +55,7 @@ class Flight:
         self._next_telling = 0.0
         self._heard: dict[int, dict] = {}
         self._sends: list[MPI.Request] = []
+        _live.add(self)
 
     def note(self, record: Record) -> Record:
         """Remember a collective."""
@@ -73,6 +77,7 @@ class Flight:
         self._tell(record, waited)
         self._hear()
         self._compare()
+        self._find_left(record)
         self._find_ring(record)
         if waited > self._timeout:
             self.report()
@@ -96,8 +101,14 @@ class Flight:
 
     def close(self) -> None:
         """Read what other watchdogs sent, so that no message is left over."""
+        _live.discard(self)
         self._hear()
         MPI.Request.Testall(self._sends)
+
+    def goodbye(self) -> None:
+        """Tell the others that this rank's program ends."""
+        done = max((record.sequence for record in self.records), default=0)
+        self._send({"sequence": done, "what": "the end of its program", "left": True})
 
     def _peers(self) -> list[int]:
         rank, size = self._comm.rank, self._comm.size
@@ -112,12 +123,13 @@ class Flight:
             return
         again = min(max(1.0, waited / 2), 10.0)
         self._next_telling = now + again
-        told = {
-            "sequence": record.sequence,
-            "what": record.what,
-            "sends_to": record.sends_to,
-            "until": now + 2 * again,  # this rank still waits there, or says so again
-        }
+        # this rank still waits there, or says so again, until then
+        self._send(
+            {"sequence": record.sequence, "what": record.what, "sends_to": record.sends_to}
+            | {"until": now + 2 * again}
+        )
+
+    def _send(self, told: dict) -> None:
         data = np.frombuffer(json.dumps(told).encode(), np.uint8)
         for peer in self._peers():
             self._sends.append(self._comm.Isend([data, data.size, MPI.BYTE], peer, TAG))
@@ -132,13 +144,13 @@ class Flight:
     def _waiting(self) -> dict[int, dict]:
         """What the ranks that still wait have told."""
         now = time.time()
-        return {peer: heard for peer, heard in self._heard.items() if heard["until"] > now}
+        return {peer: heard for peer, heard in self._heard.items() if heard.get("until", 0) > now}
 
     def _compare(self) -> None:
         mine = {record.sequence: record.what for record in self.records if record.sequence}
         for heard in self._heard.values():
             number = heard["sequence"]
-            if mine.get(number, heard["what"]) == heard["what"]:
+            if "left" in heard or mine.get(number, heard["what"]) == heard["what"]:
                 continue
             called = {p: h["what"] for p, h in self._heard.items() if h["sequence"] == number}
             raise MismatchError(
@@ -147,6 +159,15 @@ class Flight:
                 + ". Every rank of a group calls the same collectives in the same order with "
                 "matching arguments; check=True finds this at once"
             )
+
+    def _find_left(self, record: Record) -> None:
+        for peer, heard in self._heard.items():
+            if "left" in heard and heard["sequence"] < record.sequence:
+                raise MismatchError(
+                    f"rank {peer} of communicator {self._name!r} has ended its program after "
+                    f"collective #{heard['sequence']}, and rank {self._comm.rank} waits in "
+                    f"{record.text()}. Every rank of a group calls the same collectives"
+                )
 
     def _find_ring(self, record: Record) -> None:
         waiting = self._waiting()
@@ -168,6 +189,17 @@ class Flight:
         if silent:
             known.append(f"ranks {silent} are not waiting on this communicator")
         return "; ".join(known)
+
+
+_live: "weakref.WeakSet[Flight]" = weakref.WeakSet()
+
+
+@atexit.register
+def _say_goodbye() -> None:
+    """Before MPI is finalised, so that a rank that leaves early is known by name."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        for flight in tuple(_live):
+            flight.goodbye()
 
 
 def describe_groups(called: dict[int, str]) -> str:

@@ -210,11 +210,13 @@ class Execution:
             if not MPI.Request.Testall(self._receives, self._statuses):
                 return False
         except MPI.Exception as error:
+            waiting.leave(self.test)
             raise BufferMismatchError(
                 f"a message did not fit in {self._watchdog} ({self.place}): {error}"
             ) from error
         for status, (peer, expected) in zip(self._statuses, self._expected, strict=False):
             if status.count != expected:
+                waiting.leave(self.test)
                 raise BufferMismatchError(
                     f"rank {peer} sent {status.count} bytes where {expected} were expected, "
                     f"in {self._watchdog} ({self.place})"

@@ -51,6 +51,14 @@ def test_one_rank_raises_while_the_others_wait() -> None:
     assert "RuntimeError: broken" in output
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_that_leaves_early_is_named(n: int) -> None:
+    code, output, seconds = job("if r == 1: sys.exit(3)\ncomm.all_reduce(np.ones(3))", n)
+    assert code != 0
+    assert seconds < 30
+    assert "rank 1 of communicator 'job' has ended its program" in output
+
+
 def test_an_exception_in_a_thread_ends_the_job() -> None:
     code, output, seconds = job(
         "import threading\n"
