@@ -17,6 +17,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks and start watching."""
+    """Register the marks, start watching, and give each rank a place of its own for `tmp_path`."""
     for line in (
         "mpi: runs on all ranks at once",
         "launch: starts its own mpiexec, so it runs alone, on the last rank",
@@ -64,7 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     if config.getoption("--synchronous-sends"):
         os.environ["MPIPAR_SYNCHRONOUS_SENDS"] = "1"  # read when mpipar.comm.run is imported
-    config.pluginmanager.register(Ranks(config), "mpipar-ranks")
+    ranks = Ranks(config)
+    config.pluginmanager.register(ranks, "mpipar-ranks")
+    # pytest's own place is shared, and a process that tidies it there can trip over another
+    given = config.getoption("basetemp")
+    parent = Path(given) if given else ranks.watchdog.folder
+    parent.mkdir(parents=True, exist_ok=True)
+    config.option.basetemp = parent / f"rank-{ranks.rank}"
 
 
 class Ranks:

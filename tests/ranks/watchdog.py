@@ -62,7 +62,7 @@ class Watchdog:
             self.changed.notify()
 
     def close(self) -> None:
-        """Remove what was made for the stacks."""
+        """Remove the folder of this run."""
         self.disarm()
         faulthandler.unregister(STACK_SIGNAL)
         self.stack.close()
@@ -78,6 +78,7 @@ class Watchdog:
             end = f"===== rank {rank} ends the job because of {test}\n"
             text = "\n".join(filter(None, [start, self.notes(), *self._stacks(), end]))
             os.write(self.stderr, text.encode())
+            shutil.rmtree(self.folder, ignore_errors=True)
         time.sleep(1 if first else 5)
         self.world.Abort(1)
 
@@ -97,10 +98,11 @@ class Watchdog:
 
     def _first(self) -> bool:
         """Whether this rank is the first to end the job: the others then stay silent."""
-        owner = self.folder / "owner"
-        with contextlib.suppress(FileExistsError), owner.open("x") as file:
-            file.write(str(self.world.rank))
-        return owner.read_text() == str(self.world.rank)
+        try:
+            (self.folder / "owner").touch(exist_ok=False)
+        except OSError:
+            return False
+        return True
 
     def _stack_path(self, rank: int) -> Path:
         return self.folder / f"stack-{rank}"
