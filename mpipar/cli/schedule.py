@@ -129,9 +129,9 @@ def names(name: str) -> list[tuple[str, str]]:
     Raises ConfigError for a collective or algorithm that does not exist.
     """
     if name == "all":
-        return [(c, algorithm) for c in generators for algorithm in algorithms(c)]
+        return [(c, algorithm) for c in generators for algorithm in algorithms(c, shared=True)]
     collective, _, algorithm = name.partition("/")
-    known = algorithms(collective)
+    known = algorithms(collective, shared=True)
     if not algorithm:
         return [(collective, one) for one in known]
     if algorithm not in known:

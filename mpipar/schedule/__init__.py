@@ -13,8 +13,19 @@ from mpipar.schedule import (  # noqa: F401  (each enters its algorithms into th
     ring,
     scatter_all_gather,
     tree,
+    window,
 )
-from mpipar.schedule.core import COLLECTIVES, CommSchedule, Op, Recv, RecvReduce, Round, Send
+from mpipar.schedule.core import (
+    COLLECTIVES,
+    CommSchedule,
+    Op,
+    Read,
+    ReadReduce,
+    Recv,
+    RecvReduce,
+    Round,
+    Send,
+)
 from mpipar.schedule.draw import draw
 from mpipar.schedule.mutate import Mutant, mutants, survivors
 from mpipar.schedule.network import Network
@@ -34,6 +45,8 @@ __all__ = [
     "Mutant",
     "Network",
     "Op",
+    "Read",
+    "ReadReduce",
     "Recv",
     "RecvReduce",
     "Result",

@@ -7,9 +7,11 @@ posted together:
     Send(peer, chunk)         send the value that the chunk had before this round
     Recv(peer, chunk)         the received value replaces the chunk's
     RecvReduce(peer, chunk)   the received value is added to the chunk's
+    Read(peer, chunk)         the peer's value, in memory both can read, replaces the chunk's
+    ReadReduce(peer, chunk)   the peer's value is added to the chunk's
 
 All operands that meet in one chunk in one round are added in rank order: the rank's own value (if
-no Recv replaces it) takes its own rank's place, each received value that of its peer.  A direct
+no Recv or Read replaces it) takes its own rank's place, every other one that of its peer.  A direct
 reduction is thereby a sum in rank order, and a tree keeps the order of a non-commutative operation.
 
 All that one rank sends to one peer in a round travels as ONE message, in the order listed; the
@@ -20,6 +22,17 @@ Two-rank all_reduce, both chunks exchanged and added:
 
     rank 0: (Send(1, 0), Send(1, 1), RecvReduce(1, 0), RecvReduce(1, 1))
     rank 1: (Send(0, 0), Send(0, 1), RecvReduce(0, 0), RecvReduce(0, 1))
+
+What is read is what the peer's chunk holds at the start of the peer's round of the same number, or
+holds in the end if the peer has fewer rounds.  The reader waits until the peer is there; the peer
+waits for nobody, and keeps the value until it has been read.  So where ranks read, all of them
+number their rounds alike (an empty round counts), and the schedule's `shared` says whose memory
+they share.
+
+Two-rank all_reduce in shared memory, each rank adding one chunk:
+
+    rank 0: (ReadReduce(1, 0),), (Read(1, 1),)
+    rank 1: (ReadReduce(0, 1),), (Read(0, 0),)
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +63,21 @@ class RecvReduce(NamedTuple):
     chunk: int
 
 
-Op = Send | Recv | RecvReduce
+class Read(NamedTuple):
+    """Take the value that a chunk of `peer` has at the start of this round, in shared memory."""
+
+    peer: int
+    chunk: int
+
+
+class ReadReduce(NamedTuple):
+    """Add the value that a chunk of `peer` has at the start of this round, in rank order."""
+
+    peer: int
+    chunk: int
+
+
+Op = Send | Recv | RecvReduce | Read | ReadReduce
 Round = tuple[Op, ...]
 
 # The collectives: what each rank holds before and after.  p ranks, `parts` chunks a block.
@@ -99,6 +126,8 @@ class CommSchedule:
     `chunks` is the number of chunk ids in all.  `make(rank)` returns that rank's rounds, lazily.
     `root` is the root of broadcast, reduce, gather and scatter (0 elsewhere), `offset` the distance
     of a shift.  `parts` counts the segments that `segment` cut every original chunk into.
+    `shared` counts the ranks of each node (consecutive ranks) if those of a node read each other's
+    memory; all ranks then number their rounds alike.
     `symmetry` declares for `simulate` which ranks behave alike, given the ranks of each node.
 
     Blocks are what the collective's meaning is stated in; chunk ids map to them by
@@ -126,6 +155,7 @@ class CommSchedule:
     root: int = 0
     offset: int = 1
     parts: int = 1
+    shared: tuple[int, ...] = ()
     symmetry: Declare | None = field(default=None, compare=False)
 
     def rounds(self, rank: int) -> Iterator[Round]:

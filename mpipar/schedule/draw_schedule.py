@@ -5,7 +5,8 @@
         0     |--- +3 --->|--- +0 --->|--- +1 --->|
               |<-------------- +2 ----------------|
 
-`+3` says that the receiver adds chunk 3 to its own, `3` that it takes chunk 3 in place of it.  A
+`+3` says that the receiver adds chunk 3 to its own, `3` that it takes chunk 3 in place of it.  An
+arrow of `=` is no message: the rank at its head reads the chunk in memory that both share.  A
 message stands in the receiver's round, which is moved down where it has to wait, so that no message
 is drawn above what its sender needs first.
 """
@@ -15,20 +16,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipar.errors import ScheduleError
-from mpipar.schedule.core import CommSchedule, Recv, RecvReduce, Send
+from mpipar.schedule.core import CommSchedule, Read, ReadReduce, RecvReduce, Send
 from mpipar.schedule.svg import BAND, BLUE, FAINT, INK, MUTED, ORANGE, Canvas, text_width
 from mpipar.schedule.text import describe
 
 
 @dataclass(frozen=True)
 class Message:
-    """All that one rank sends another in one round; `level` is the row of the picture."""
+    """All that one rank sends another in one round; `level` is the row of the picture.
+
+    `read` says that the target reads it in the source's memory.
+    """
 
     source: int
     target: int
     level: int
     chunks: tuple[int, ...]
     added: bool
+    read: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -58,31 +63,38 @@ def _ranges(chunks: Sequence[int]) -> str:
 def messages(schedule: CommSchedule) -> list[Message]:
     """Return all messages, by level.  Raises ScheduleError if sends and receives do not match."""
     sends: dict[tuple[int, int], deque[int]] = {}  # (source, target) -> sender's rounds, in order
-    taken: list[list[tuple[int, int, list[int], bool]]] = []  # target, (its round, source, ...)
+    taken: list[list[tuple[int, int, list[int], bool, bool]]] = []  # target, (its round, ...)
     for rank in range(schedule.ranks):
         rows = []
         for index, ops in enumerate(schedule.rounds(rank)):
-            receives: dict[int, tuple[list[int], bool]] = {}
+            receives: dict[tuple[int, bool], tuple[list[int], bool]] = {}
             for peer in dict.fromkeys(op.peer for op in ops if isinstance(op, Send)):
                 sends.setdefault((rank, peer), deque()).append(index)
             for op in ops:
-                if isinstance(op, Recv | RecvReduce):
-                    chunks, _ = receives.setdefault(op.peer, ([], isinstance(op, RecvReduce)))
-                    chunks.append(op.chunk)
-            rows += [(index, peer, chunks, added) for peer, (chunks, added) in receives.items()]
+                if not isinstance(op, Send):
+                    added = isinstance(op, RecvReduce | ReadReduce)
+                    key = op.peer, isinstance(op, Read | ReadReduce)
+                    receives.setdefault(key, ([], added))[0].append(op.chunk)
+            rows += [
+                (index, peer, chunks, added, read)
+                for (peer, read), (chunks, added) in receives.items()
+            ]
         taken.append(rows)
-    joined = []  # (source, its round, target, its round, chunks, added)
+    joined = []  # (source, its round, target, its round, chunks, added, read)
     for rank, rows in enumerate(taken):
-        for index, peer, chunks, added in rows:
+        for index, peer, chunks, added, read in rows:
+            if read:
+                joined.append((peer, index, rank, index, tuple(chunks), added, True))
+                continue
             queue = sends.get((peer, rank))
             if not queue:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank} receives in its round {index} a message that "
                     f"rank {peer} never sends"
                 )
-            joined.append((peer, queue.popleft(), rank, index, tuple(chunks), added))
-    levels = _levels(schedule, [(s, i, t, j) for s, i, t, j, _, _ in joined])
-    found = [Message(s, t, levels[t, j], c, a) for s, _, t, j, c, a in joined]
+            joined.append((peer, queue.popleft(), rank, index, tuple(chunks), added, False))
+    levels = _levels(schedule, [(s, i, t, j) for s, i, t, j, _, _, _ in joined])
+    found = [Message(s, t, levels[t, j], c, a, read) for s, _, t, j, c, a, read in joined]
     return sorted(found, key=lambda m: (m.level, m.span, m.source))
 
 
@@ -95,7 +107,7 @@ def _levels(
     for _ in range(len(level) + 1):
         before = dict(level)
         for source, i, target, j in joined:
-            level[target, j] = max(level[target, j], level[source, i])
+            level[target, j] = max(level[target, j], level.get((source, i), 0))
         for rank, count in enumerate(counts):
             for i in range(1, count):
                 level[rank, i] = max(level[rank, i], level[rank, i - 1] + 1)
@@ -128,7 +140,9 @@ def _rows(found: list[Message]) -> list[list[list[Message]]]:
 
 def _title(schedule: CommSchedule, found: list[Message]) -> str:
     rounds = len({message.level for message in found})
-    counts = ((schedule.chunks, "chunk"), (rounds, "round"), (len(found), "message"))
+    read = sum(message.read for message in found)
+    counts = [(schedule.chunks, "chunk"), (rounds, "round"), (len(found) - read, "message")]
+    counts += [(read, "read")] if read else []
     counted = ", ".join(_count(n, what) for n, what in counts)
     return f"{schedule.name} on {_count(schedule.ranks, 'rank')}: {counted}"
 
@@ -175,7 +189,8 @@ def _arrow(line: str, columns: list[int], message: Message) -> str:
     low, high = (columns[rank] for rank in message.span)
     room = high - low - 1
     label = message.label(room - 4)
-    shaft = f" {label} ".center(room - 1, "-") if label else "-" * (room - 1)
+    line_of = "=" if message.read else "-"
+    shaft = f" {label} ".center(room - 1, line_of) if label else line_of * (room - 1)
     shaft = f"{shaft}>" if message.source < message.target else f"<{shaft}"
     return line[: low + 1] + shaft + line[high:]
 

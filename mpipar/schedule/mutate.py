@@ -5,7 +5,7 @@
     dropped       left out
     peer          with the next rank in place of its peer
     chunk         on the next chunk
-    kind          Recv for RecvReduce, and RecvReduce for Recv
+    kind          Recv for RecvReduce, Read for ReadReduce, and the other way round
     late          moved to the next round of that rank
     early         moved to the round before
     twice         done a second time in the same round
@@ -14,13 +14,20 @@ Most mutants are wrong.  Some are not: a receive that may as well happen a round
 that `verify` accepts gives the right result, and is thereby proved equivalent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mpipar.errors import ScheduleError
-from mpipar.schedule.core import CommSchedule, Op, Recv, RecvReduce, Round, Send
+from mpipar.schedule.core import CommSchedule, Op, Read, ReadReduce, Recv, RecvReduce, Round, Send
 from mpipar.schedule.text import describe_op
 from mpipar.schedule.verify import verify
+
+_OTHER_KIND: dict[type, Callable[[int, int], Op]] = {
+    Recv: RecvReduce,
+    RecvReduce: Recv,
+    Read: ReadReduce,
+    ReadReduce: Read,
+}
 
 Program = list[list[Op]]  # the rounds of one rank
 
@@ -84,7 +91,7 @@ def _changes(
     if schedule.chunks > 1:
         yield "chunk", put(op._replace(chunk=(op.chunk + 1) % schedule.chunks))
     if type(op) is not Send:
-        yield "kind", put(Recv(*op) if type(op) is RecvReduce else RecvReduce(*op))
+        yield "kind", put(_OTHER_KIND[type(op)](*op))
     if number + 1 < len(program):
         late = _replaced(program, number, without)
         yield "late", _replaced(late, number + 1, [op, *program[number + 1]])

@@ -27,8 +27,8 @@ class Generator:
     `ordered` says that operands are added in rank order, so that a non-commutative operation works.
     `options` names what of root, offset and nodes it takes; `about` is one line with the source.
     `symmetry` declares which ranks behave alike, given the ranks of each node (see `classes`); of a
-    generator that takes nodes, it is given those of the schedule first.  Every generator works for
-    every number of ranks.
+    generator that takes nodes, it is given those of the schedule first.  `shared` says that the
+    ranks of a node read each other's memory.  Every generator works for every number of ranks.
     """
 
     collective: str
@@ -39,6 +39,7 @@ class Generator:
     options: tuple[str, ...]
     about: str
     symmetry: Callable[..., Symmetry | None] | None = None
+    shared: bool = False
 
 
 generators: dict[str, dict[str, Generator]] = {collective: {} for collective in COLLECTIVES}
@@ -68,24 +69,27 @@ def register(
     ordered: bool = False,
     options: tuple[str, ...] = (),
     symmetry: Callable[..., Symmetry | None] | None = None,
+    shared: bool = False,
 ) -> Callable[[F], F]:
     """Enter the decorated generator into the table."""
 
     def enter(rounds: F) -> F:
         generators[collective][algorithm] = Generator(
-            collective, algorithm, rounds, chunks, ordered, options, about, symmetry
+            collective, algorithm, rounds, chunks, ordered, options, about, symmetry, shared
         )
         return rounds
 
     return enter
 
 
-def algorithms(collective: str) -> tuple[str, ...]:
-    """Return the names of the algorithms for `collective`.
+def algorithms(collective: str, shared: bool = False) -> tuple[str, ...]:
+    """Return the names of the algorithms for `collective` that work on any arrays.
 
+    With `shared` also those that need memory which the ranks of a node can read.
     Raises ConfigError if there is no such collective.
     """
-    return tuple(_of(collective))
+    of = _of(collective)
+    return tuple(name for name, generator in of.items() if shared or not generator.shared)
 
 
 def default_nodes(p: int) -> tuple[int, ...]:
@@ -110,7 +114,7 @@ def make(
     """Return the schedule of `algorithm` for `collective` on `p` ranks.
 
     `root` matters to broadcast, reduce, gather and scatter, `offset` to shift, and `nodes`, the
-    number of ranks on each node (consecutive ranks share a node), to hierarchical algorithms.
+    number of ranks on each node (consecutive ranks share a node), to hierarchical and window.
 
     Raises ConfigError for an unknown name, p < 1, a root outside 0..p-1, or nodes that do not sum
     to p.
@@ -140,6 +144,7 @@ def make(
         make=partial(generator.rounds, p, **options),
         root=options.get("root", 0),
         offset=options.get("offset", 1),
+        shared=options["nodes"] if generator.shared else (),
         symmetry=symmetry,
     )
 

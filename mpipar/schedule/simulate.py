@@ -6,6 +6,8 @@ The model (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, section 3), kept to t
   have one value inside a node and one between nodes.
 - A rank sends one message at a time, in the order listed, and takes in one at a time, in the order
   in which they arrive, both at once.
+- In shared memory nothing is sent: a reader waits until the rank it reads from has come to its
+  round, and then takes alpha + n beta of a node for each rank that it reads from, one by one.
 - Sends are eager: a message travels whether or not its receiver has come to its round.
 - A round ends when its sends are out and its receives in.  Then its additions run, while what
   does not depend on them travels already: a message of the next round that holds a chunk just
@@ -31,7 +33,16 @@ from itertools import accumulate, chain, repeat
 from operator import itemgetter
 
 from mpipar.errors import ConfigError, ScheduleError, explain
-from mpipar.schedule.core import CommSchedule, Recv, RecvReduce, Round, Send, Symmetry
+from mpipar.schedule.core import (
+    CommSchedule,
+    Read,
+    ReadReduce,
+    Recv,
+    RecvReduce,
+    Round,
+    Send,
+    Symmetry,
+)
 from mpipar.schedule.network import CLUSTER, Network, chunk_bytes
 from mpipar.trace import Span, Timeline
 
@@ -118,7 +129,11 @@ def _no_collection() -> Iterator[None]:
 _Wanted = tuple[int, int, int, int]  # key of the message, its receiver, round and sender
 _Player = Iterator[_Wanted]
 _Messages = tuple[
-    Collection[tuple[bool, int, float]], Iterable[tuple[int, float]], float, Container[int]
+    Collection[tuple[bool, int, float]],
+    Iterable[tuple[int, float]],
+    float,
+    Container[int],
+    Iterable[tuple[int, float]],
 ]
 
 
@@ -145,6 +160,7 @@ class _Run:
         self.node = list(chain.from_iterable(repeat(i, n) for i, n in enumerate(nodes)))
         self.share: dict[int, int] = {}  # node -> ranks on its link, if links are shared
         self.posted = defaultdict[int, list[float]](list)  # key -> arrival times, as sent
+        self.began = defaultdict[int, list[float]](list)  # rank -> begin of its rounds, if shared
         self.waiting: dict[int, list[tuple[_Player, _Wanted]]] = {}
         self.ready: deque[_Player] = deque()
         self.timeline, self.finish = Timeline(), dict[int, float]()
@@ -177,7 +193,9 @@ class _Run:
         sent_bytes, sent_messages = 0.0, 0
         fresh: Container[int] = ()  # the chunks that are being added
         for index, ops in enumerate(self.schedule.rounds(rank)):
-            sends, receives, addition, fresh = self._messages(ops, fresh)
+            if self.schedule.shared:
+                self._begin(rank, max(now, added))
+            sends, receives, addition, fresh, reads = self._messages(ops, fresh)
             sent, room = now, self.room  # room: whether spans are still kept
             for late, peer, size in sends:
                 alpha, beta = link(rank, peer)
@@ -209,6 +227,16 @@ class _Run:
                     port = arrival
                 if room:
                     self._note(rank, f"from {peer}", "recv", port - flow, port, peer, size)
+            for peer, size in reads:
+                source = self.view(peer, rank)[0] if self.view else peer
+                while len(self.began[source]) <= index and source not in self.finish:
+                    yield -1 - source, rank, index, peer
+                there = self.began[source][index:] or [self.finish[source]]
+                alpha, beta = link(rank, peer)
+                start = max(sent, port, there[0])
+                sent = start + alpha + size * beta
+                if room:
+                    self._note(rank, f"read {peer}", "recv", start, sent, peer, size)
             now = sent if sent > port else port
             if added > now:
                 now = added
@@ -217,24 +245,32 @@ class _Run:
                 if room:
                     self._note(rank, "add", "reduce", now, added, None, addition)
         self.finish[rank] = max(now, added)
+        if -1 - rank in waiting:
+            self._wake(-1 - rank)
         self.messages += sent_messages * count
         self.bytes_sent += sent_bytes * count
         self.bytes_sent_max = max(self.bytes_sent_max, sent_bytes)
 
     def _messages(self, ops: Round, fresh: Container[int]) -> _Messages:
-        """Return the sends, the receives, the bytes to add and the chunks to add them to.
+        """Return the sends, the receives, the bytes to add, the chunks to add them to, the reads.
 
-        A send is (whether it has a chunk of `fresh`, peer, bytes), a receive (peer, bytes).
+        A send is (whether it has a chunk of `fresh`, peer, bytes), a receive or read (peer, bytes).
         """
         sizes, each = self.sizes, self.each
         self.operations += len(ops)
         if self.operations > OPERATIONS:
             raise _too_long(self.schedule, len(self.classes))
-        if len(ops) == 2 and sizes is None and type(ops[0]) is Send is not type(ops[1]):
+        if (
+            len(ops) == 2
+            and sizes is None
+            and type(ops[0]) is Send
+            and type(ops[1]) in (Recv, RecvReduce)
+        ):
             (to, chunk), (source, target) = ops  # the two operations of a ring's round
             pair = ((chunk in fresh, to, each),), ((source, each),)
-            return (*pair, 0.0, ()) if type(ops[1]) is Recv else (*pair, each, (target,))
+            return (*pair, 0.0, (), ()) if type(ops[1]) is Recv else (*pair, each, (target,), ())
         out, late, into = dict[int, float](), set[int](), dict[int, float]()
+        reads = dict[int, float]()
         addition, targets = 0.0, set[int]()
         for op in ops:
             peer, chunk = op
@@ -244,12 +280,20 @@ class _Run:
                 if chunk in fresh:
                     late.add(peer)
             else:
-                into[peer] = into.get(peer, 0.0) + size
-                if type(op) is RecvReduce:
+                kind = type(op)
+                found = reads if kind is Read or kind is ReadReduce else into
+                found[peer] = found.get(peer, 0.0) + size
+                if kind is RecvReduce or kind is ReadReduce:
                     addition += size
                     targets.add(chunk)
         sends = sorted(((peer in late, peer, n) for peer, n in out.items()), key=itemgetter(0))
-        return sends, into.items(), addition, targets
+        return sends, into.items(), addition, targets, reads.items()
+
+    def _begin(self, rank: int, now: float) -> None:
+        """Let those that read this rank's memory see that it has come to its next round."""
+        self.began[rank].append(now)
+        if -1 - rank in self.waiting:
+            self._wake(-1 - rank)
 
     def _wake(self, key: int) -> None:
         self.ready.extend(player for player, _ in self.waiting.pop(key))

@@ -3,6 +3,8 @@
     3>1   send chunk 3 to rank 1
     3<1   receive chunk 3 from rank 1, in place of the own value
     3+1   receive chunk 3 from rank 1 and add it to the own value
+    3@1   read chunk 3 of rank 1, in place of the own value
+    3&1   read chunk 3 of rank 1 and add it to the own value
     -     a round in which the rank does nothing
 
 The ring all_reduce on 2 ranks:
@@ -15,10 +17,16 @@ import re
 from collections.abc import Callable
 
 from mpipar.errors import ScheduleError, explain
-from mpipar.schedule.core import CommSchedule, Op, Recv, RecvReduce, Round, Send
+from mpipar.schedule.core import CommSchedule, Op, Read, ReadReduce, Recv, RecvReduce, Round, Send
 
-_SIGNS = {Send: ">", Recv: "<", RecvReduce: "+"}
-_KINDS: dict[str, Callable[[int, int], Op]] = {">": Send, "<": Recv, "+": RecvReduce}
+_SIGNS = {Send: ">", Recv: "<", RecvReduce: "+", Read: "@", ReadReduce: "&"}
+_KINDS: dict[str, Callable[[int, int], Op]] = {
+    ">": Send,
+    "<": Recv,
+    "+": RecvReduce,
+    "@": Read,
+    "&": ReadReduce,
+}
 
 
 def describe(schedule: CommSchedule) -> str:
@@ -35,7 +43,7 @@ def describe_round(ops: Round) -> str:
 
 
 def describe_op(op: Op) -> str:
-    """Return one operation as text: `chunk>peer`, `chunk<peer` or `chunk+peer`."""
+    """Return one operation as text: `chunk>peer`, `chunk<peer`, `chunk+peer` and so on."""
     return f"{op.chunk}{_SIGNS[type(op)]}{op.peer}"
 
 
@@ -49,9 +57,9 @@ def parse_rounds(text: str) -> list[Round]:
 
 
 def _parse_op(word: str) -> Op:
-    found = re.fullmatch(r"(\d+)([<>+])(\d+)", word)
+    found = re.fullmatch(r"(\d+)([<>+@&])(\d+)", word)
     if not found:
-        rule = "an operation is chunk>peer, chunk<peer or chunk+peer"
+        rule = "an operation is chunk>peer, chunk<peer, chunk+peer, chunk@peer or chunk&peer"
         raise ScheduleError(explain("operation", word, rule, "Write it so"))
     chunk, sign, peer = found.groups()
     return _KINDS[sign](int(peer), int(chunk))

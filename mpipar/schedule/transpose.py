@@ -42,8 +42,12 @@ def transpose(schedule: CommSchedule) -> CommSchedule:
     A rank's rounds are read to the end before the first is yielded.  A barrier moves no data and is
     returned as it is.
 
-    Raises ScheduleError, when rounds are made, for a message that brings what nobody uses.
+    Raises ScheduleError for a schedule whose ranks read each other's memory: the adjoint would have
+    to write there.  And, when rounds are made, for a message that brings what nobody uses.
     """
+    if schedule.shared:
+        what = "ranks read each other's memory, where its adjoint would have to write"
+        raise fault(schedule, what, "Transpose the hierarchical schedule, which sends the same")
     if schedule.collective == "barrier":
         return schedule
     rename = _renaming(schedule)

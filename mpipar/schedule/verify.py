@@ -6,8 +6,8 @@ reduced chunk must be.  Two masks that overlap mean that something is added twic
 
 Checked: both ends of every message list the same chunks in the same order; every rank ends, with
 synchronous sends and so with eager ones; no message has only one end; nothing is read before it is
-there; nothing is received that is not used; and every rank ends with exactly the collective's
-result.  With `ordered`, operands also meet in rank order only.
+there, nor in memory that is not shared; nothing is received that is not used; and every rank ends
+with exactly the collective's result.  With `ordered`, operands also meet in rank order only.
 
 Each chunk is followed on its own, and one mask operation stands for one addition: the time is
 proportional to the number of operations of the schedule, on all ranks together.
@@ -15,7 +15,7 @@ proportional to the number of operations of the schedule, on all ranks together.
 
 from dataclasses import dataclass
 
-from mpipar.schedule.core import CommSchedule, Send
+from mpipar.schedule.core import CommSchedule, Read, ReadReduce, Send
 from mpipar.schedule.rendezvous import Operands, Place, execute, fault
 
 
@@ -88,26 +88,31 @@ def _ranks(mask: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a schedule costs each rank: messages sent, chunks sent in them, and rounds."""
+    """What a schedule costs each rank: messages sent, chunks sent in them, rounds, chunks read."""
 
     messages: tuple[int, ...]
     chunks: tuple[int, ...]
     rounds: tuple[int, ...]
+    reads: tuple[int, ...] = ()
 
 
 def count(schedule: CommSchedule) -> Counts:
     """Count what each rank sends: `count(schedule).messages[rank]`, and so on.
 
     All chunks that go to one peer in one round are one message; a round without operations does
-    not count.
+    not count.  `reads` is empty where no memory is shared.
     """
-    messages, chunks, rounds = [], [], []
+    messages, chunks, rounds, reads = [], [], [], []
     for rank in range(schedule.ranks):
         totals = [0, 0, 0]
+        reads.append(0)
         for ops in schedule.rounds(rank):
             peers = [op.peer for op in ops if type(op) is Send]
             totals = [totals[0] + len(set(peers)), totals[1] + len(peers), totals[2] + bool(ops)]
+            if schedule.shared:
+                reads[rank] += sum(type(op) in (Read, ReadReduce) for op in ops)
         messages.append(totals[0])
         chunks.append(totals[1])
         rounds.append(totals[2])
-    return Counts(tuple(messages), tuple(chunks), tuple(rounds))
+    shared = tuple(reads) if schedule.shared else ()
+    return Counts(tuple(messages), tuple(chunks), tuple(rounds), shared)

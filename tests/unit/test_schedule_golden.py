@@ -1,7 +1,8 @@
 """Every algorithm on 4 ranks, as text: what rank sends which chunk to whom, round by round.
 
-`3>1` sends chunk 3 to rank 1, `3<1` receives it from there, `3+1` receives it and adds it.  Rooted
-collectives have root 1 here, and the nodes of the hierarchical algorithm are of 2 ranks.
+`3>1` sends chunk 3 to rank 1, `3<1` receives it from there, `3+1` receives it and adds it; `3@1`
+reads it there, in memory that both share, and `3&1` reads it and adds it.  Rooted collectives have
+root 1 here, and nodes are of 2 ranks.
 """
 
 import pytest
@@ -45,6 +46,12 @@ GOLDEN = {
 1: 0>0 | 0<0
 2: 0+3 | 0>0 | 0<0 | 0>3
 3: 0>2 | 0<2
+""",
+    "all_reduce/window": """
+0: 0&1 1&1 | 1>2 0+2 | 0>2 1<2 | 2@1 3@1
+1: 2&0 3&0 | 3>3 2+3 | 2>3 3<3 | 0@0 1@0
+2: 0&3 1&3 | 0>0 1+0 | 1>0 0<0 | 2@3 3@3
+3: 2&2 3&2 | 2>1 3+1 | 3>1 2<1 | 0@2 1@2
 """,
     "reduce_scatter/direct": """
 0: 1>1 2>2 3>3 0+1 0+2 0+3

@@ -16,6 +16,7 @@ EQUIVALENT = {
     "all_reduce/hierarchical": 12,
     "all_reduce/recursive_doubling": 2,
     "all_reduce/tree": 16,
+    "all_reduce/window": 30,
     "reduce_scatter/pairwise": 60,
     "reduce_scatter/recursive_halving": 5,
     "all_gather/bruck": 15,

@@ -15,7 +15,7 @@ from mpipar.schedule import (
     verify,
 )
 
-NAMES = [f"{c}/{a}" for c, of in generators.items() for a in of]
+NAMES = [f"{c}/{a}" for c, of in generators.items() for a, g in of.items() if not g.shared]
 MOVING = [name for name in NAMES if not name.startswith("barrier")]
 
 ADJOINTS = {
