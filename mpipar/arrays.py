@@ -56,12 +56,14 @@ def module(device: str) -> ModuleType:
     if device == "cpu":
         return np
     if device != "cuda":
-        raise ConfigError(explain("device", device, 'it is "cpu" or "cuda"', "Choose one of them"))
+        raise ConfigError(
+            explain("device", device, 'it must be "cpu" or "cuda"', "Choose one of them")
+        )
     try:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            explain("device", device, "it needs CuPy", 'Run pip install "mpipar[cuda13]"')
+            explain("device", device, "it needs CuPy", 'Install the extra: pip install ".[cuda13]"')
         ) from error
     return cupy
 

@@ -21,9 +21,9 @@ def blocks(n: int, p: int) -> tuple[int, ...]:
     Raises ConfigError if n < 0 or p < 1.
     """
     if n < 0:
-        raise ConfigError(explain("n", n, "a number of elements is not negative", "Pass n >= 0"))
+        raise ConfigError(explain("n", n, "it must not be negative", "Pass n >= 0"))
     if p < 1:
-        raise ConfigError(explain("p", p, "there is at least one block", "Pass p >= 1"))
+        raise ConfigError(explain("p", p, "there must be at least one block", "Pass p >= 1"))
     base, extra = divmod(n, p)
     return (base + 1,) * extra + (base,) * (p - extra)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mpipar.errors import ConfigError, explain
+
 SIZES = (4, 64, 1024, 16384, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
 
@@ -55,6 +57,14 @@ def _collectives(config: Collectives) -> int:
     from mpipar.parallel.communicator import Communicator
 
     with Communicator(MPI.COMM_WORLD, name="bench") as comm:
+        if comm.size == 1:
+            raise ConfigError(
+                explain(
+                    "ranks", 1, "collectives must have peers", "Start mpiexec -n 2 mpipar bench"
+                )
+            )
+        if comm.rank == 0:
+            print("median times; ratio: the MPI library's time over ours, above 1 is faster")
         rows: list[collectives.Row] = []
         for name in config.names:
             for nbytes in config.sizes:

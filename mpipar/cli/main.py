@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"mpipar: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if _many_ranks():
+            raise
+        print("mpipar: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

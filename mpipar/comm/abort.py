@@ -3,7 +3,7 @@
 When a rank dies of an exception while others wait for its message, MPI does not notice.  The first
 Communicator therefore chains `sys.excepthook` and `threading.excepthook`: the traceback is printed
 as usual, then one line that names the rank and its host, then MPI_Abort ends all ranks with exit
-code 1.  MPIPAR_ABORT=0 opts out.
+code 1.  Ctrl-C is one line, without a traceback.  MPIPAR_ABORT=0 opts out.
 """
 
 import os
@@ -14,6 +14,7 @@ from types import TracebackType
 
 from mpi4py import MPI
 
+INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 _installed = False
 
 
@@ -26,7 +27,8 @@ def install() -> None:
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            previous(kind, error, trace)
         _abort(kind, error)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
@@ -40,12 +42,13 @@ def install() -> None:
 def _abort(kind: type[BaseException], error: BaseException | None) -> None:
     if MPI.Is_finalized():
         return
-    rank = MPI.COMM_WORLD.rank
+    interrupted = issubclass(kind, KeyboardInterrupt)
+    what = "was interrupted" if interrupted else "failed"
+    why = "" if interrupted else f": {kind.__name__}: {error}"
     print(
-        f"mpipar: rank {rank} on {platform.node()} failed and ends the job: "
-        f"{kind.__name__}: {error}",
+        f"mpipar: rank {MPI.COMM_WORLD.rank} on {platform.node()} {what} and ends the job{why}",
         file=sys.stderr,
         flush=True,
     )
     sys.stdout.flush()
-    MPI.COMM_WORLD.Abort(1)
+    MPI.COMM_WORLD.Abort(INTERRUPTED if interrupted else 1)

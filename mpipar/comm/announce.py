@@ -40,7 +40,10 @@ def gathered_sizes(group: ProcessGroup, own: int, sizes: Sizes) -> tuple[int, ..
     if sizes != "exchange":
         raise ConfigError(
             explain(
-                "sizes", sizes, 'it is None, "exchange" or one size a rank', "Pass one of these"
+                "sizes",
+                sizes,
+                'it must be None, "exchange" or one size a rank',
+                "Pass one of these",
             )
         )
     told = np.empty(group.size, np.int64)
@@ -75,7 +78,7 @@ def announce(
                 explain(
                     "x",
                     f"{x.dtype} {x.shape}",
-                    f"rank {src} sends {kind.dtype} {kind.shape}",
+                    f"it must be what rank {src} sends: {kind.dtype} {kind.shape}",
                     "Pass None, or an array like the source's",
                 )
             )
@@ -85,7 +88,9 @@ def announce(
 def _header(x: np.ndarray | None, differentiable: bool, src: int) -> np.ndarray:
     if x is None:
         raise BufferMismatchError(
-            explain("x", None, f"rank {src} is the source", "Pass the array there")
+            explain(
+                "x", None, f"rank {src} is the source and must bring it", "Pass the array there"
+            )
         )
     if x.ndim > HEADER - 3:
         raise ConfigError(

@@ -44,7 +44,9 @@ def as_array(x: Any, parameter: str = "x") -> np.ndarray:
     array = x if type(x) is np.ndarray else np.asarray(x)
     if array.dtype.kind not in "biufcV" or array.dtype.hasobject or array.dtype.names is not None:
         raise DtypeMismatchError(
-            explain(f"{parameter}.dtype", str(array.dtype), "arrays hold numbers", "Convert it")
+            explain(
+                f"{parameter}.dtype", str(array.dtype), "arrays must hold numbers", "Convert it"
+            )
         )
     if array.dtype.kind == "V" and not is_sixteen_bit(array.dtype):
         raise DtypeMismatchError(
@@ -70,22 +72,22 @@ def result_array(
         return np.empty(shape, dtype)
     if not isinstance(out, np.ndarray):
         raise DtypeMismatchError(
-            explain(parameter, type(out).__name__, "it is an array", "Pass an array, or None")
+            explain(parameter, type(out).__name__, "it must be an array", "Pass one, or None")
         )
     if out.shape != shape:
         raise BufferMismatchError(
-            explain(f"{parameter}.shape", out.shape, f"the result has {shape}", "Pass that shape")
+            explain(f"{parameter}.shape", out.shape, f"it must be {shape}", "Pass that shape")
         )
     if out.dtype != dtype:
         raise DtypeMismatchError(
-            explain(f"{parameter}.dtype", str(out.dtype), f"the result has {dtype}", "Pass that")
+            explain(f"{parameter}.dtype", str(out.dtype), f"it must be {dtype}", "Pass that")
         )
     if not out.flags.c_contiguous or not out.flags.writeable:
         raise BufferMismatchError(
             explain(
                 parameter,
                 f"strides {out.strides}, writeable {out.flags.writeable}",
-                "a receive buffer is contiguous and writable",
+                "a receive buffer must be contiguous and writable",
                 "Pass such an array, or out=None and copy the result",
             )
         )

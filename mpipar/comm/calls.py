@@ -49,7 +49,7 @@ def operation(op: Any) -> Any:
     if isinstance(op, str):
         return op
     if not isinstance(op, MPI.Op):
-        raise ConfigError(explain("op", op, "it is a name or an MPI.Op", 'Pass "sum"'))
+        raise ConfigError(explain("op", op, "it must be a name or an MPI.Op", 'Pass "sum"'))
     for name, known in _PREDEFINED.items():
         if op == known:
             return name

@@ -209,7 +209,7 @@ def all_to_all(
         gather_dim = axis(gather_dim, x.ndim, "gather_dim")
         if scatter_dim == gather_dim:
             raise ConfigError(
-                explain("gather_dim", gather_dim, "it differs from scatter_dim", "Choose two")
+                explain("gather_dim", gather_dim, "it must differ from scatter_dim", "Choose two")
             )
         if agreed.wanted:
             loose: tuple = x.shape
@@ -284,7 +284,7 @@ def _sizes(group: ProcessGroup, sizes: tuple[int, ...], total: int) -> None:
             explain(
                 "sizes",
                 sizes,
-                f"they are {group.size} sizes that add up to {total}",
+                f"they must be {group.size} sizes that add up to {total}",
                 f"For an even cut pass None: {blocks(total, group.size)}",
             )
         )
@@ -296,7 +296,7 @@ def _own(group: ProcessGroup, sizes: tuple[int, ...], own: int) -> None:
             explain(
                 "sizes",
                 sizes,
-                f"they are {group.size} sizes, and this rank (r={group.rank}) brings {own}",
+                f"they must be {group.size} sizes; this rank (r={group.rank}) brings {own}",
                 'Pass the size of every rank, or "exchange"',
             )
         )

@@ -74,9 +74,13 @@ class ProcessGroup:
             choices = ", ".join(["auto", *sorted(known)])
             raise ConfigError(explain("algorithm", algorithm, "not known", f"One of: {choices}"))
         if not timeout > 0:
-            raise ConfigError(explain("timeout", timeout, "it is positive seconds", "Pass 600.0"))
+            raise ConfigError(
+                explain("timeout", timeout, "it must be positive seconds", "Pass 600.0")
+            )
         if segment_bytes is not None and segment_bytes < 1:
-            raise ConfigError(explain("segment_bytes", segment_bytes, "at least 1", "Pass None"))
+            raise ConfigError(
+                explain("segment_bytes", segment_bytes, "it must be at least 1", "Pass None")
+            )
 
     def _agree_table(self) -> choice.Table:
         if self.size == 1:

@@ -61,7 +61,7 @@ class Communicator:
         """
         if not isinstance(raw, MPI.Comm) or raw == MPI.COMM_NULL or raw.Is_inter():
             raise ConfigError(
-                explain("raw", raw, "it is an mpi4py intracommunicator", "Pass MPI.COMM_WORLD")
+                explain("raw", raw, "it must be an mpi4py intracommunicator", "Pass MPI.COMM_WORLD")
             )
         module(device)
         self.device = device
@@ -209,7 +209,7 @@ class Communicator:
         """
         if x.ndim != 4:
             raise ConfigError(
-                explain("x.ndim", x.ndim, "x is [batch, seq, heads, dim]", "Reshape it")
+                explain("x.ndim", x.ndim, "x must be [batch, seq, heads, dim]", "Reshape it")
             )
         return self.all_to_all(
             x, scatter_dim, gather_dim, sizes, algorithm=algorithm, async_op=async_op

@@ -97,7 +97,9 @@ class ReduceScatter(_Collective):
         """Keep the sizes."""
         if op not in ("sum", "mean"):
             raise ConfigError(
-                explain("op", op, "a Tensor's reduce_scatter is a sum or mean", "Use all_reduce")
+                explain(
+                    "op", op, "a Tensor's reduce_scatter must be a sum or mean", "Use all_reduce"
+                )
             )
         ctx.comm, ctx.dim, ctx.op = comm, dim, op
         ctx.sizes = blocks(x.shape[dim], comm.size) if sizes is None else tuple(sizes)
@@ -179,7 +181,7 @@ class Reduce(_Collective):
         """Off the root the result is a Tensor of size 0."""
         if op not in ("sum", "mean"):
             raise ConfigError(
-                explain("op", op, "a Tensor's reduce is a sum or mean", "Use all_reduce")
+                explain("op", op, "a Tensor's reduce must be a sum or mean", "Use all_reduce")
             )
         ctx.comm, ctx.dst, ctx.op = comm, dst, op
         y = comm.reduce(x, dst=dst, op=op, algorithm=algorithm)

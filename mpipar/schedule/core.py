@@ -224,7 +224,7 @@ def _held(schedule: CommSchedule, rank: int, before: bool) -> range | list[int]:
         explain(
             "collective",
             schedule.collective,
-            f"it is one of {', '.join(COLLECTIVES)}",
+            f"it must be one of {', '.join(COLLECTIVES)}",
             "Choose one",
         )
     )
