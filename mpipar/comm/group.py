@@ -4,6 +4,9 @@ Every collective of the group ends in `start`: it finds or compiles the plan for
 a tag, and runs it.  The path of a call is
 
     collectives.py (what goes where)  ->  ProcessGroup.start  ->  plan.py  ->  run.py (Isend, Irecv)
+
+or, for small calls, ends in persistent.py (Send_init, Recv_init, Start), to which small.py is the
+short way.
 """
 
 import time

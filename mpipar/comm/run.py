@@ -1,4 +1,4 @@
-"""Executes compiled schedules: the only place that posts Isend and Irecv.
+"""Executes compiled schedules: the only place that posts a collective's Isend and Irecv.
 
 `Execution` runs any plan on the caller's arrays, as a handle that is advanced by `test`.  (Small
 plans run on prepared requests: persistent.py.)
