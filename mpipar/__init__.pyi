@@ -10,6 +10,7 @@ from . import schedule as schedule
 from .autograd import Function as Function
 from .autograd import Tensor as Tensor
 from .autograd import add_pump as add_pump
+from .autograd import after_backward as after_backward
 from .autograd import backward as backward
 from .autograd import from_dlpack as from_dlpack
 from .autograd import functional as functional
@@ -26,6 +27,7 @@ from .nn import Spec as Spec
 from .parallel.clip import clip_grad_norm as clip_grad_norm
 from .parallel.communicator import Communicator as Communicator
 from .parallel.data import sum_gradients as sum_gradients
+from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.loss import token_mean as token_mean
 from .parallel.mesh import Mesh as Mesh
 from .parallel.replicated import all_gather_sequence as all_gather_sequence
@@ -34,6 +36,7 @@ from .parallel.replicated import gather_from as gather_from
 from .parallel.replicated import reduce_from as reduce_from
 from .parallel.replicated import reduce_scatter_sequence as reduce_scatter_sequence
 from .parallel.replicated import scatter_to as scatter_to
+from .parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
 from .parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
 from .parallel.tensor import RowParallelLinear as RowParallelLinear
 from .parallel.tensor import TensorParallel as TensorParallel

@@ -37,6 +37,10 @@ class DestroyedError(MpiparError, RuntimeError):
     """A communicator was used after `destroy()`."""
 
 
+class StateError(MpiparError, RuntimeError):
+    """A method was called at a time when it cannot work: before `start()`, or twice in a step."""
+
+
 class GraphError(MpiparError, RuntimeError):
     """The autograd graph cannot be used this way, for example a second backward through it."""
 

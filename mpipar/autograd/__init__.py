@@ -7,7 +7,14 @@ from mpipar.autograd import functional, operators
 from mpipar.autograd.function import Function
 from mpipar.autograd.gradcheck import gradcheck
 from mpipar.autograd.recompute import recompute
-from mpipar.autograd.tape import Tape, add_pump, enable_grad, is_grad_enabled, no_grad
+from mpipar.autograd.tape import (
+    Tape,
+    add_pump,
+    after_backward,
+    enable_grad,
+    is_grad_enabled,
+    no_grad,
+)
 from mpipar.autograd.tensor import Tensor, backward
 
 from_dlpack = Tensor.from_dlpack
@@ -17,6 +24,7 @@ __all__ = [
     "Tape",
     "Tensor",
     "add_pump",
+    "after_backward",
     "backward",
     "enable_grad",
     "from_dlpack",

@@ -20,13 +20,24 @@ if TYPE_CHECKING:
 
 
 def accumulate(leaf: "Tensor", grad: Array, fresh: bool) -> None:
-    """Add `grad` to `leaf.grad`: in place if there is one, else as a new contiguous array."""
+    """Add `grad` to `leaf.grad`: in place if there is one, else as a new contiguous array.
+
+    The first gradient of a leaf that has a home is written there.
+    """
     if leaf.grad is not None:
         leaf.grad += grad
+    elif leaf.hooks and (home := home_of(leaf)) is not None:
+        home[...] = grad
+        leaf.grad = home
     elif fresh and type(grad) is np.ndarray and grad.flags.c_contiguous:
         leaf.grad = grad
     else:
         leaf.grad = module_of(grad).array(grad, order="C")
+
+
+def home_of(leaf: "Tensor") -> Array | None:
+    """Return the memory that a parameter's gradient shall lie in; None where it is all the same."""
+    return getattr(leaf, "home", None)
 
 
 def deliver(source: Source, grad: Array, fresh: bool) -> None:
@@ -114,7 +125,7 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
     """Run backward from the roots and from the tape's collectives numbered up to `number`.
 
     roots: pairs (source, gradient).  The gradients are not written to.  With `hooks` False the
-    hooks of leaves do not fire: an enclosing backward does it.
+    hooks of leaves do not fire, and it has no end: both are for an enclosing backward.
     """
     collectives = tape.up_to(number)
     counts: dict[Any, int] = {}
@@ -130,6 +141,9 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
         _consume(order, counts)
     finally:
         state.enabled = before
+    if hooks:
+        for end in tuple(state.ends):
+            end()
 
 
 def _consume(order: list[Node], counts: dict[Any, int]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.elementwise import unbroadcast
+from mpipar.autograd.engine import home_of
 from mpipar.autograd.record import array, record, record_pair
 from mpipar.autograd.tensor import Tensor, source_of
 from mpipar.errors import BufferMismatchError, explain
@@ -123,6 +124,8 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
             dx = _into(g, kept_w if leaf is None else leaf.data, shape, x_dtype)
         if kept_x is not None and leaf is not None and _adds_to(leaf.grad, g, kept_x):
             _add_product(leaf.grad, g, kept_x)  # the leaf has its part; dw stays None
+        elif kept_x is not None and leaf is not None and _starts_at(home_of(leaf), leaf, g, kept_x):
+            leaf.grad = np.matmul(g.T, kept_x, out=home_of(leaf))
         elif kept_x is not None:
             dw = _product(g.T, kept_x).astype(w_dtype, copy=False)
         if wants_b:
@@ -159,6 +162,11 @@ def _adds_to(grad: Array | None, g: Array, x: Array) -> bool:
     """Say whether g.T @ x may be added to an existing gradient block by block."""
     same = type(grad) is np.ndarray and grad.dtype == g.dtype == x.dtype
     return same and g.dtype.itemsize > 2
+
+
+def _starts_at(home: Array | None, leaf: Tensor, g: Array, x: Array) -> bool:
+    """Say whether g.T @ x, the first part of a gradient, may be written to its home."""
+    return home is not None and leaf.grad is None and _adds_to(home, g, x)
 
 
 def _add_product(grad: Array, g: Array, x: Array) -> None:

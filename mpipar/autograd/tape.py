@@ -93,9 +93,9 @@ class Tape:
 
 
 class State:
-    """What is global: the switch, the tape in use, the counters, and the pumps."""
+    """What is global: the switch, the tape in use, the counters, and who is called in backward."""
 
-    __slots__ = ("collective_calls", "enabled", "mark", "number", "pumps", "tape")
+    __slots__ = ("collective_calls", "enabled", "ends", "mark", "number", "pumps", "tape")
 
     def __init__(self) -> None:
         """Start with recording on and an empty tape."""
@@ -104,6 +104,7 @@ class State:
         self.mark = 0  # of the newest backward
         self.collective_calls = 0  # recorded or not
         self.pumps: list[Callable[[], object]] = []
+        self.ends: list[Callable[[], object]] = []
         self.tape = Tape()
 
 
@@ -163,3 +164,13 @@ def add_pump(function: Callable[[], object]) -> Handle:
     """
     state.pumps.append(function)
     return Handle(state.pumps, function)
+
+
+def after_backward(function: Callable[[], object]) -> Handle:
+    """Call `function` at the end of every backward, when all gradients are where they belong.
+
+    One that runs inside another, as `recompute` does, has no end of its own.
+    Returns a handle with `.remove()`.
+    """
+    state.ends.append(function)
+    return Handle(state.ends, function)

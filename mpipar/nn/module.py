@@ -16,13 +16,19 @@ from mpipar.nn.spec import Spec
 
 
 class Parameter(Tensor):
-    """A Tensor that is trained; `spec` says which block of which global array it holds."""
+    """A Tensor that is trained; `spec` says which block of which global array it holds.
 
-    __slots__ = ("spec",)
+    home: memory that the gradient shall lie in (part of a bucket that travels as one message); None
+    where it is all the same.
+    """
+
+    __slots__ = ("home", "spec")
+    home: Array | None
 
     def __init__(self, data: Array, spec: Spec | None = None) -> None:
         """Take the local block.  spec=None: the whole of an array without a name."""
         super().__init__(data, requires_grad=True)
+        self.home = None
         self.spec = Spec.replicated("", self.data.shape) if spec is None else spec
 
 

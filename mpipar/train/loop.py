@@ -6,8 +6,8 @@ One step on four ranks, dp = 2, tp = 2, global batch of 8 sequences:
     dp 1   tp 0, tp 1   sequences 4..7   loss sum ─┴─ sum over dp ─┴─ same step of the optimiser
 
 The loss is replicated over tp and a partial sum over dp.  `token_mean` divides it once, by the
-number of valid tokens of the global batch; the gradients are then summed over dp and are those of
-one process with the whole batch.  Never a mean of means, so ranks may have unequal
+number of valid tokens of the global batch; the gradients, summed over dp while backward still runs,
+are those of one process with the whole batch.  Never a mean of means, so ranks may have unequal
 numbers of sequences (8 on 3 ranks are 3, 3, 2) and micro-batches unequal numbers of tokens.
 
 Which sequences, weights and dropout masks there are depends on seed, step and global index only.
@@ -16,6 +16,7 @@ Which sequences, weights and dropout masks there are depends on seed, step and g
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from mpipar.models.transformer import IGNORE
 from mpipar.nn import Module
 from mpipar.optim import AdamW, cosine
 from mpipar.parallel.clip import clip_grad_norm
-from mpipar.parallel.data import sum_gradients
+from mpipar.parallel.data_parallel import DataParallel
 from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
@@ -76,13 +77,14 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list
     place = {"part": mesh.dp.rank, "parts": mesh.dp.size}
     batches = Batches(corpus, config.seq, config.batch, config.seed, **place)
     facts = measure(config, mesh, corpus, model)
+    replica = DataParallel(model, mesh.dp, op="sum")
     report.begin(facts)
     rows: list[Row] = []
     for step in range(1, config.steps + 1):
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), comm_seconds(mesh)
         parts = batches.step(step, config.accumulate)
-        loss, norm, tokens = train_step(step, parts, model, optimizer, mesh, config.clip)
+        loss, norm, tokens = train_step(step, parts, replica, optimizer, mesh, config.clip)
         speed = tokens / (time.perf_counter() - start)
         row: Row = {
             "step": step,
@@ -99,18 +101,19 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list
             rows.append({"step": step, "val_loss": evaluate(model, batches, config, mesh)})
             report.validation(rows[-1])
     report.end(sample(model, corpus, config, mesh))
+    replica.destroy()
     return rows
 
 
 def train_step(
     step: int,
     parts: Sequence[Rows],
-    model: Any,
+    replica: DataParallel,
     optimizer: AdamW,
     mesh: Mesh,
     clip: float,
 ) -> tuple[float, float, int]:
-    """Take one step over this rank's micro-batches.
+    """Take one step over this rank's micro-batches; `replica` sums gradients over mesh.dp.
 
     Returns the mean loss of the global batch, the norm of its gradient before clipping, and its
     number of valid tokens.  Raises NonFiniteError on every rank if either is NaN or infinite.
@@ -119,14 +122,14 @@ def train_step(
     optimizer.zero_grad()
     loss = 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # require_finite is the judge
-        for rows in parts:
-            with rng.at(step, rows.first):
-                loss_sum, count = model.loss(rows.inputs, rows.targets)
+        for number, rows in enumerate(parts, 1):
+            sync = nullcontext() if number == len(parts) else replica.no_sync()
+            with rng.at(step, rows.first), sync:
+                loss_sum, count = replica.loss(rows.inputs, rows.targets)
                 share = token_mean(loss_sum, count, mesh.dp, total=tokens)
                 share.backward()
             loss += float(share.item())  # the same on every rank
-        sum_gradients(model.parameters(), mesh.dp)
-        norm = clip_grad_norm(model.parameters(), clip or None, mesh)
+        norm = clip_grad_norm(replica.parameters(), clip or None, mesh)
     require_finite(step, loss, norm, mesh)
     optimizer.step()
     return loss, norm, tokens

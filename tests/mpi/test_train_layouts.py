@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpipar import models
 from mpipar.errors import ConfigError, MismatchError, NonFiniteError
 from mpipar.optim import SGD
+from mpipar.parallel.data_parallel import DataParallel
 from mpipar.parallel.inject import factories
 from mpipar.parallel.mesh import Mesh
 from mpipar.train.agree import is_of_all_ranks
@@ -102,7 +103,8 @@ def one_step(comm: MPI.Intracomm, cuts: list[slice]) -> tuple[float, float, int,
     with Mesh(comm) as mesh:
         model = models.build(TINY.model_config(), **factories(mesh))
         optimizer = SGD(model.parameters(), lr=0.1)
-        numbers = train_step(1, parts, model, optimizer, mesh, clip=0.0)
+        with DataParallel(model, mesh.dp, op="sum") as replica:
+            numbers = train_step(1, parts, replica, optimizer, mesh, clip=0.0)
         return *numbers, [np.array(param.grad) for param in model.parameters()]
 
 

@@ -1,0 +1,275 @@
+"""DataParallel: a module whose gradients are averaged over ranks while backward runs.
+
+    rank 0   batch 0 ─ forward ─ backward: w2 w1 │ w0 │ end         every rank has the same weights
+    rank 1   batch 1 ─ forward ─ backward: w2 w1 │ w0 │ end         and, at the end of backward, the
+                                   bucket 0 ─────┘    └─ bucket 1   same gradients
+
+A hook on every parameter hands its gradient to a GradientSynchronizer as soon as it is complete.
+The end of backward waits for the buckets.  Backward writes the gradients straight to the buckets
+(`Parameter.home`), and the results are views of them: nothing is copied in or out.
+
+`join` lets ranks have unequal numbers of batches.  Each step then begins with a count; a rank that
+has no more batches counts as 0 and takes part with zeros until the count of all is 0:
+
+    rank 0   1 ── reduce   1 ── reduce   1 ── reduce          0 ── all done
+    rank 1   1 ── reduce   1 ── reduce   0 ── reduce zeros    0 ── all done
+             sum / 2       sum / 2       sum / 1
+
+Li et al., PyTorch Distributed (VLDB 2020), whose habits these are.  Cost of a step: an all_reduce
+of the gradients, most of it beside backward, and one of a byte a parameter.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array
+from mpipar.autograd import after_backward, is_grad_enabled
+from mpipar.autograd.engine import accumulate
+from mpipar.errors import BufferMismatchError, ConfigError, StateError, explain
+from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.synchronizer import GradientSynchronizer
+
+
+class DataParallel:
+    """A module that every rank of `comm` holds, fed with another part of the batch on each.
+
+        model = mp.DataParallel(model, mesh.dp)
+        for x, y in batches:
+            loss = loss_of(model(x), y)
+            model.zero_grad()
+            loss.backward()                       # leaves the mean over the ranks in .grad
+            optimizer.step()
+
+    What is in `.grad` of the parameters is reduced, so clear the gradients between steps.  After
+    a step they are views of buckets, which the next backward writes again: copy what you keep.
+    Attributes are those of the module, and so are the names in `state_dict`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        comm: Communicator,
+        accumulation_steps: int = 1,
+        bucket_mb: float = 25,
+        op: str = "mean",
+        *,
+        wire_dtype: Any = None,
+    ) -> None:
+        """Collective over `comm`: every rank gets the parameters of rank 0.
+
+        accumulation_steps: backward communicates every so many times, and the gradient is the mean
+        over them.
+        bucket_mb, wire_dtype: those of GradientSynchronizer.
+        op: "mean" over the ranks, or "sum", for losses that are terms of one mean (`token_mean`).
+
+        Raises ConfigError for settings that cannot work, and MismatchError on every rank if the
+        parameters have other shapes or dtypes on some.
+        """
+        if accumulation_steps < 1:
+            rule = "backward runs at least once a step"
+            raise ConfigError(explain("accumulation_steps", accumulation_steps, rule, "Pass 1"))
+        self.module, self.comm, self.accumulation_steps = module, comm, accumulation_steps
+        self._params = [param for param in module.parameters() if param.requires_grad]
+        how = {"wire_dtype": wire_dtype, "steps": accumulation_steps, "into_buckets": True}
+        self._synchronizer = GradientSynchronizer(comm, bucket_mb, op, **how)
+        self._synchronizer.register(self._params[::-1])  # backward meets the last one first
+        self._synchronizer.start()
+        self._copy_state(src=0)
+        self._expected = False  # whether the next backward is one of this module
+        self._quiet = 0  # how many `no_sync` blocks this is in
+        self._by_hand = False  # between start_accumulation and the sync
+        self._done = 0  # backwards since the last sync
+        self._handles = [param.register_hook(self._complete) for param in self._params]
+        self._handles.append(_at_the_end(self))
+
+    def destroy(self) -> None:
+        """Collective: free the communicator and leave the module alone; twice is harmless."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._synchronizer.close()
+
+    def __enter__(self) -> "DataParallel":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:  # after an error the other ranks may never come to free it
+            self.destroy()
+
+    # -- the module ------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if is_grad_enabled():
+            self._expected = True
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has under this name."""
+        if name.startswith("__") or name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def train(self, mode: bool = True) -> "DataParallel":
+        """Set `training` in the module; returns self."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "DataParallel":
+        """Unset `training` in the module; returns self."""
+        return self.train(False)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward inside the block add to this rank's gradients without communication.
+
+        The next backward outside reduces the sum.
+        """
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    def _complete(self, param: Any) -> None:
+        """The hook of a parameter: its gradient in this backward is complete."""
+        self._expected = True
+        if self._is_last:
+            self._synchronizer.submit(param, param.grad)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the backward that runs is followed by a sync."""
+        alone = self._quiet or self._by_hand
+        return not alone and self._done + 1 == self.accumulation_steps
+
+    def _end_backward(self) -> None:
+        if not self._expected:
+            return  # it was one of something else
+        if self._is_last:
+            if not self._reduce():
+                return  # no rank used this module: the backward of its forward is still to come
+            self._done = 0
+        elif not (self._quiet or self._by_hand):
+            self._done += 1
+        self._expected = False
+
+    def _reduce(self) -> bool:
+        """Reduce all that is in the gradients; say whether there was anything on any rank."""
+        for param in self._params:
+            if param.grad is not None and not self._synchronizer.submitted(param):
+                self._synchronizer.submit(param, param.grad)
+        return self._synchronizer.sync()
+
+    # -- accumulation by hand --------------------------------------------------------------------
+
+    def start_accumulation(self) -> None:
+        """Clear the gradients and begin to add up `accumulation_steps` of them.
+
+        Until they are complete, backward communicates nothing.
+        """
+        self.module.zero_grad()
+        self._by_hand, self._done = True, 0
+
+    def accumulate_gradients(
+        self, gradients: Mapping[str, Array] | Sequence[Array | None] | None = None
+    ) -> bool:
+        """Count one more set of gradients; reduce them all if it was the last.
+
+        gradients: None if backward has added them to the parameters; else one array (or None) for
+        each of `parameters()`, or a dict by the names of `state_dict`.  Returns whether this was
+        the last: then `.grad` has the mean over ranks and sets, and start_accumulation() comes
+        next.  Collective then.
+
+        Raises StateError if not started, BufferMismatchError if the gradients do not fit.
+        """
+        if not self._by_hand:
+            rule, fix = "it comes after start_accumulation()", "Call start_accumulation() first"
+            raise StateError(explain("accumulate_gradients", "not started", rule, fix))
+        if gradients is not None:
+            self._add(gradients)
+        self._done += 1
+        if self._done < self.accumulation_steps:
+            return False
+        self._by_hand, self._done, self._expected = False, 0, False
+        self._reduce()
+        return True
+
+    def _add(self, gradients: Mapping[str, Array] | Sequence[Array | None]) -> None:
+        named = dict(self.module.named_parameters())
+        if not isinstance(gradients, Mapping):
+            if len(gradients) != len(named):
+                rule = f"there is one for each of {len(named)} parameters"
+                fix = "Pass None for those without"
+                raise BufferMismatchError(explain("len(gradients)", len(gradients), rule, fix))
+            gradients = {n: g for n, g in zip(named, gradients, strict=True) if g is not None}
+        for name, grad in gradients.items():
+            shape = named[name].data.shape if name in named else "no such parameter"
+            if grad.shape != shape:
+                rule = f"the parameter has {shape}"
+                raise BufferMismatchError(explain(name, grad.shape, rule, "Pass that shape"))
+        for name, grad in gradients.items():
+            accumulate(named[name], grad, False)
+
+    # -- unequal numbers of batches ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Collective: ranks may run unequal numbers of backwards in the block.
+
+        The mean of each step is over the batches there were.  A rank that leaves the block early
+        takes part in the others' steps until all have left.  If some had more steps, all end with
+        the parameters and gradients of the last step's ranks (not with their optimiser's state).
+        Gradients are cleared between steps; of collectives, the block has only this module's.
+        """
+        if self.comm.size == 1:
+            yield
+            return
+        self._synchronizer.counted = True
+        self._synchronizer.counts = np.ones(self.comm.size, np.int64)  # nobody was left behind yet
+        try:
+            yield
+            self._follow()
+        finally:
+            self._synchronizer.counted = False
+
+    def _follow(self) -> None:
+        """Take part in the steps of the ranks that are still in the block."""
+        mine, self._done, self._expected = self._done, 0, False
+        latest = self._synchronizer.counts
+        while (counts := self._synchronizer.count(mine)).any():
+            latest = counts
+            if mine:
+                self._reduce()
+            else:
+                self._synchronizer.sync()
+            mine = 0
+        active = np.flatnonzero(latest)
+        if len(active) < self.comm.size:
+            self._copy_state(src=int(active[-1]))
+
+    def _copy_state(self, src: int) -> None:
+        """Give every rank the parameters of rank `src`."""
+        if self.comm.size == 1:
+            return
+        for param in self.module.parameters():
+            param.data[...] = self.comm.broadcast(param.data, src=src)
+
+
+def _at_the_end(replica: DataParallel) -> Any:
+    """Call `_end_backward` after every backward, as long as somebody holds the replica."""
+    held = weakref.ref(replica)
+
+    def end() -> None:
+        alive = held()
+        if alive is not None:
+            alive._end_backward()
+
+    handle = after_backward(end)
+    weakref.finalize(replica, handle.remove)
+    return handle
