@@ -8,6 +8,7 @@ from mpipar.autograd.function import Function
 from mpipar.autograd.gradcheck import gradcheck
 from mpipar.autograd.recompute import recompute
 from mpipar.autograd.tape import (
+    PendingCollectivesWarning,
     Tape,
     add_pump,
     after_backward,
@@ -21,6 +22,7 @@ from_dlpack = Tensor.from_dlpack
 
 __all__ = [
     "Function",
+    "PendingCollectivesWarning",
     "Tape",
     "Tensor",
     "add_pump",

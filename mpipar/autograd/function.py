@@ -104,7 +104,7 @@ class Function:
         node = Node(sources, lambda *grads: cls._vjp(ctx, sources, expected, grads))
         if cls.collective:
             node.collective = True
-            state.tape.collectives.append(node)
+            state.tape.add(node)
         return outputs_of(node, datas)
 
     @classmethod

@@ -100,5 +100,5 @@ def _record(
     node = Node(sources, vjp)
     if collective:
         node.collective = True
-        state.tape.collectives.append(node)
+        state.tape.add(node)
     return outputs_of(node, datas)

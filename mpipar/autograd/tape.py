@@ -8,6 +8,9 @@ COLLECTIVE operations, which run in every backward on every rank:
     rank 0:  x -linear-> h -all_reduce-> y -sum-> loss   loss.backward(): sum, all_reduce, linear
     rank 1:  x -linear-> h -all_reduce-> y               Tensor(0.).backward(): all_reduce, linear
 
+What is recorded stays until a backward runs it: no rank may drop a collective alone, as others may
+wait for it there.  So whatever is not to be trained is computed under `no_grad`.
+
 Wengert's list (1964), as in Griewank and Walther, Evaluating Derivatives, chapter 3.  `engine.py`
 runs it backward.
 
@@ -16,13 +19,23 @@ at a time builds graphs.
 """
 
 import contextlib
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Vjp = Callable[..., Any]
 Source = Any  # a Node, a Port, a leaf Tensor, or None where no gradient is wanted
+MANY = 10_000  # collectives that wait for a backward; more of them look like a forgotten no_grad
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class PendingCollectivesWarning(RuntimeWarning):
+    """Very many collectives were recorded and no backward has run them."""
 
 
 class Node:
@@ -64,6 +77,12 @@ class Port:
 class Tape:
     """The collective nodes recorded and not yet run.
 
+    While gradients are on, every collective is recorded and stays here, with the graph below it,
+    until the next backward, which runs them all in reverse order on every rank.  None can be left
+    out on one rank alone: the others would wait for it.  So evaluation, sampling and logging belong
+    under `no_grad`, or the next backward sends a message for each of their collectives.  Above
+    10,000 of them there is one PendingCollectivesWarning a process.
+
     As a context manager it is the tape in use inside the block: backward there runs the collectives
     of this tape only.  A pipeline gives each micro-batch in flight its own.
     """
@@ -83,8 +102,24 @@ class Tape:
         """Go back to the tape that was in use before."""
         state.tape = self._outer.pop()
 
+    def add(self, node: Node) -> None:
+        """Keep a collective node until a backward runs it."""
+        self.collectives.append(node)
+        if len(self.collectives) > MANY and not state.warned:
+            state.warned = True
+            warnings.warn(
+                f"more than {MANY} collectives are recorded and no backward has run them: the next "
+                "one will run them all, and until then their memory is held. Evaluate under "
+                "mp.no_grad()",
+                PendingCollectivesWarning,
+                stacklevel=_depth_of_caller(),
+            )
+
     def clear(self) -> None:
-        """Forget the recorded collectives: no backward will run them."""
+        """Forget the recorded collectives: no backward will run them.
+
+        All ranks that took part in them must do so.
+        """
         self.collectives.clear()
 
     def up_to(self, number: int) -> list[Node]:
@@ -95,7 +130,7 @@ class Tape:
 class State:
     """What is global: the switch, the tape in use, the counters, and who is called in backward."""
 
-    __slots__ = ("collective_calls", "enabled", "ends", "mark", "number", "pumps", "tape")
+    __slots__ = ("collective_calls", "enabled", "ends", "mark", "number", "pumps", "tape", "warned")
 
     def __init__(self) -> None:
         """Start with recording on and an empty tape."""
@@ -106,9 +141,18 @@ class State:
         self.pumps: list[Callable[[], object]] = []
         self.ends: list[Callable[[], object]] = []
         self.tape = Tape()
+        self.warned = False  # of many collectives
 
 
 state = State()
+
+
+def _depth_of_caller() -> int:
+    """Return the stacklevel, for our caller, of the newest frame that is not of this package."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def is_grad_enabled() -> bool:
@@ -117,7 +161,11 @@ def is_grad_enabled() -> bool:
 
 
 class no_grad(contextlib.ContextDecorator):
-    """Context manager and decorator: operations inside are not recorded."""
+    """Context manager and decorator: operations inside are not recorded.
+
+    Evaluate under it.  A collective that is called outside is recorded, runs again in the next
+    backward and holds its graph until then (see Tape).
+    """
 
     def __init__(self) -> None:
         """Prepare; nothing is switched yet."""

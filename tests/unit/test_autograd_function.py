@@ -7,7 +7,7 @@ import pytest
 
 import mpipar as mp
 from mpipar import rng
-from mpipar.autograd import Function, Tape, Tensor, gradcheck, no_grad, recompute
+from mpipar.autograd import Function, Tape, Tensor, gradcheck, no_grad, recompute, tape
 from mpipar.autograd import functional as F
 from mpipar.autograd.tape import state
 from mpipar.errors import GraphError
@@ -78,6 +78,25 @@ def test_collectives_are_not_recorded_without_gradients(log) -> None:
     assert not Share.apply(Tensor([1]), "integers").requires_grad or True
     Tensor(0.0).backward()
     assert [name for name, _ in log] == ["integers"]
+
+
+def test_very_many_pending_collectives_are_warned_of_once(log, monkeypatch) -> None:
+    monkeypatch.setattr(tape, "MANY", 3)
+    monkeypatch.setattr(state, "warned", False)
+    x = Tensor([1.0], True)
+    for _ in range(2):
+        for _ in range(3):
+            Share.apply(x, "trained")
+        Tensor(0.0).backward()  # never more than the limit at a time
+    with no_grad():
+        for _ in range(9):
+            Share.apply(x, "evaluated under no_grad")
+    for _ in range(3):
+        Share.apply(x, "evaluated")
+    with pytest.warns(tape.PendingCollectivesWarning, match=r"under mp\.no_grad\(\)") as caught:
+        Share.apply(x, "evaluated")
+    assert [warning.filename for warning in caught] == [__file__]  # the line to look at
+    Share.apply(x, "evaluated")  # once: warnings are errors here
 
 
 def test_a_consumed_collective_is_an_error(log) -> None:
