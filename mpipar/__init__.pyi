@@ -1,6 +1,7 @@
 """The public names of mpipar, and the modules that they come from."""
 
 from . import errors as errors
+from . import functional as functional
 from . import models as models
 from . import nn as nn
 from . import optim as optim
@@ -13,7 +14,6 @@ from .autograd import add_pump as add_pump
 from .autograd import after_backward as after_backward
 from .autograd import backward as backward
 from .autograd import from_dlpack as from_dlpack
-from .autograd import functional as functional
 from .autograd import gradcheck as gradcheck
 from .autograd import is_grad_enabled as is_grad_enabled
 from .autograd import no_grad as no_grad

@@ -17,9 +17,9 @@ import numpy as np
 
 from mpipar import arrays
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit
-from mpipar.autograd.record import array, record, record_pair, value
+from mpipar.autograd.record import array, record, record_pair, value, wrap
 from mpipar.autograd.tensor import Tensor, is_float
-from mpipar.errors import BufferMismatchError, explain
+from mpipar.errors import BufferMismatchError, DtypeMismatchError, explain
 
 Operand = Any  # a Tensor, an array, or a number
 _PLAIN = (np.dtype(np.float32), np.dtype(np.float64))
@@ -234,6 +234,12 @@ def sigmoid(a: Operand) -> Tensor:
     return unary(a, x, y, lambda g: g * y - g * y * y)
 
 
+def relu(a: Operand) -> Tensor:
+    """Return a where it is positive, else 0; the gradient at 0 is 0."""
+    x = array(a)
+    return unary(a, x, np.maximum(x, x.dtype.type(0)), lambda g: g * (x > 0))
+
+
 def abs(a: Operand) -> Tensor:
     """Return the absolute value of a; its gradient at 0 is 0."""
     x = array(a)
@@ -241,7 +247,18 @@ def abs(a: Operand) -> Tensor:
 
 
 def astype(a: Operand, dtype: Any) -> Tensor:
-    """Return a in another dtype: a name ("bfloat16" included) or a NumPy dtype."""
-    x, target = array(a), arrays.dtype(dtype)
-    before = x.dtype
-    return record(x.astype(target, copy=False), (a,), lambda g: g.astype(before, copy=False))
+    """Return a in another dtype: a name ("bfloat16" included) or a NumPy dtype.
+
+    There is no gradient through integers.  Raises DtypeMismatchError for what is no dtype.
+    """
+    x, before = array(a), array(a).dtype
+    try:
+        target = arrays.dtype(dtype)
+    except TypeError as error:
+        rule = "it must be a dtype, or the name of one"
+        fix = 'Pass "float32", "float64", "bfloat16", "float16", "int64" or a NumPy dtype'
+        raise DtypeMismatchError(explain("dtype", dtype, rule, fix)) from error
+    out = x.astype(target, copy=False)
+    if not is_float(target):
+        return wrap(out)
+    return record(out, (a,), lambda g: g.astype(before, copy=False))

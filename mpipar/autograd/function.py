@@ -31,6 +31,7 @@ from mpipar.errors import GraphError, explain
 class Context:
     """What forward leaves for backward; any attribute may be set.
 
+    saved: what `save_for_backward` kept; `saved_tensors`, PyTorch's name, is the same.
     needs_input_grad: for each positional argument, whether its gradient is wanted.
     """
 
@@ -40,6 +41,11 @@ class Context:
     def save_for_backward(self, *arrays: Array) -> None:
         """Keep arrays until backward, as `ctx.saved`."""
         self.saved = arrays
+
+    @property
+    def saved_tensors(self) -> tuple[Array, ...]:
+        """PyTorch's name of `saved`: the arrays that were kept."""
+        return self.saved
 
 
 class Function:

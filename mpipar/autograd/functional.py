@@ -1,4 +1,4 @@
-"""Every operation on Tensors, as functions: `mpipar.functional`."""
+"""Every operation on Tensors, as functions; `mpipar.functional` has the same names."""
 
 from mpipar.autograd.attention import attention
 from mpipar.autograd.elementwise import (
@@ -14,6 +14,7 @@ from mpipar.autograd.elementwise import (
     mul,
     neg,
     pow,
+    relu,
     sigmoid,
     sqrt,
     sub,
@@ -33,27 +34,30 @@ from mpipar.autograd.fused import (
     swiglu,
 )
 from mpipar.autograd.linear import linear, matmul
-from mpipar.autograd.loss import cross_entropy
-from mpipar.autograd.reductions import max, mean, min, sum, var
+from mpipar.autograd.loss import cross_entropy, mse_loss
+from mpipar.autograd.reductions import argmax, max, mean, min, sum, var
 from mpipar.autograd.shapes import (
     broadcast_to,
-    concat,
+    cat,
     index,
     permute,
     reshape,
     split,
+    squeeze,
     stack,
     transpose,
+    unsqueeze,
 )
 
 __all__ = [
     "abs",
     "add",
+    "argmax",
     "astype",
     "attention",
     "broadcast_to",
+    "cat",
     "clip",
-    "concat",
     "cross_entropy",
     "div",
     "dropout",
@@ -71,10 +75,12 @@ __all__ = [
     "mean",
     "min",
     "minimum",
+    "mse_loss",
     "mul",
     "neg",
     "permute",
     "pow",
+    "relu",
     "reshape",
     "rms_norm",
     "rotary",
@@ -83,12 +89,14 @@ __all__ = [
     "softmax",
     "split",
     "sqrt",
+    "squeeze",
     "stack",
     "sub",
     "sum",
     "swiglu",
     "tanh",
     "transpose",
+    "unsqueeze",
     "var",
     "where",
 ]

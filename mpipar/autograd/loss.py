@@ -1,11 +1,11 @@
-"""Cross-entropy: softmax and negative log-likelihood as one operation."""
+"""Losses: cross-entropy (softmax and negative log-likelihood as one operation), squared error."""
 
 from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array
-from mpipar.autograd.record import array, record, wanted
+from mpipar.arrays import Array, compute_dtype
+from mpipar.autograd.record import array, record, record_pair, wanted
 from mpipar.autograd.tensor import Tensor
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import cross_entropy as kernel
@@ -49,13 +49,48 @@ def cross_entropy(
     return record(out, (logits,), vjp)
 
 
+def mse_loss(input: Any, target: Any, reduction: str = "mean") -> Tensor:
+    """Return the squared error of input and target, both of one shape [...].
+
+    reduction: "mean" over all elements (NaN if there are none), "sum", or "none" for [...].
+    16-bit inputs give a float32 loss.
+
+    Raises ConfigError for another reduction and BufferMismatchError if the shapes differ.
+    """
+    x, y = array(input), array(target)
+    _check_reduction(reduction)
+    if x.shape != y.shape:
+        raise BufferMismatchError(
+            explain("mse_loss of shapes", (x.shape, y.shape), "they must be equal",
+                    "Reshape the target: broadcast, each error would count several times")
+        )  # fmt: skip
+    away = x.astype(compute_dtype(x.dtype), copy=False) - y.astype(compute_dtype(y.dtype))
+    out = away * away
+    count = out.size if reduction == "mean" else 1
+    if reduction != "none":
+        out = np.add.reduce(out, axis=None) / count if count else out.sum() * np.nan
+
+    def vjp_x(g: Array) -> Array:
+        return (away * (g * (2 / max(count, 1)))).astype(x.dtype, copy=False)
+
+    def vjp_y(g: Array) -> Array:
+        return (away * (g * (-2 / max(count, 1)))).astype(y.dtype, copy=False)
+
+    return record_pair(out, input, vjp_x, target, vjp_y)
+
+
+def _check_reduction(reduction: str) -> None:
+    """Raise ConfigError for a reduction that there is not."""
+    if reduction not in ("mean", "sum", "none"):
+        rule = 'it must be "mean", "sum" or "none"'
+        raise ConfigError(explain("reduction", reduction, rule, "Choose one of them"))
+
+
 def _check(x: Array, t: Array, reduction: str, smoothing: float) -> None:
     """Raise if the arguments of cross_entropy cannot work."""
-    if reduction not in ("mean", "sum", "none"):
-        rule = 'it is "mean", "sum" or "none"'
-        raise ConfigError(explain("reduction", reduction, rule, "Choose one of them"))
+    _check_reduction(reduction)
     if not 0 <= smoothing <= 1:
-        rule = "it is between 0 and 1"
+        rule = "it must be between 0 and 1"
         raise ConfigError(explain("label_smoothing", smoothing, rule, "Choose such a number"))
     if not x.ndim or x.shape[:-1] != t.shape or t.dtype.kind not in "iu":
         raise BufferMismatchError(

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array
-from mpipar.autograd import elementwise, linear, reductions, shapes
-from mpipar.autograd.record import array, value
+from mpipar.autograd import elementwise, linear, numpy_calls, reductions, shapes
+from mpipar.autograd.numpy_calls import compared
+from mpipar.autograd.record import array
 from mpipar.autograd.tensor import Tensor
 
 
@@ -16,12 +16,7 @@ def _swapped(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Te
     return lambda self, other: operation(other, self)
 
 
-def _compared(ufunc: np.ufunc) -> Callable[[Any, Any], Array]:
-    """Return a comparison: a plain boolean array."""
-    return lambda self, other: ufunc(self.data, value(other))
-
-
-def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _reduction(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of a reduction; it also takes `axis` and `keepdims`, as NumPy calls them.
 
     `dtype` and `out`, which `numpy.sum(tensor)` passes on, may only be None.
@@ -30,7 +25,7 @@ def _reduction(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def method(
         self: Tensor, dim: Any = None, keepdim: bool = False, *, axis: Any = None,
         keepdims: bool = False, dtype: None = None, out: None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         return operation(self, dim if axis is None else axis, keepdim or keepdims, **options)
 
     method.__doc__ = operation.__doc__
@@ -42,7 +37,13 @@ def _full_transpose(self: Tensor) -> Tensor:
     return shapes.permute(self, tuple(reversed(range(array(self).ndim))))
 
 
+def _to_float(self: Tensor) -> Tensor:
+    """Return the tensor in float32."""
+    return elementwise.astype(self, np.float32)
+
+
 METHODS: dict[str, Any] = {
+    "__array_ufunc__": numpy_calls.ArrayUfunc(),
     "__neg__": elementwise.neg,
     "__pos__": lambda self: self,
     "__abs__": elementwise.abs,
@@ -58,12 +59,12 @@ METHODS: dict[str, Any] = {
     "__rpow__": _swapped(elementwise.pow),
     "__matmul__": linear.matmul,
     "__rmatmul__": _swapped(linear.matmul),
-    "__lt__": _compared(np.less),
-    "__le__": _compared(np.less_equal),
-    "__gt__": _compared(np.greater),
-    "__ge__": _compared(np.greater_equal),
-    "__eq__": _compared(np.equal),
-    "__ne__": _compared(np.not_equal),
+    "__lt__": compared(np.less),
+    "__le__": compared(np.less_equal),
+    "__gt__": compared(np.greater),
+    "__ge__": compared(np.greater_equal),
+    "__eq__": compared(np.equal),
+    "__ne__": compared(np.not_equal),
     "__getitem__": shapes.index,
     "T": property(_full_transpose),
     "exp": elementwise.exp,
@@ -74,12 +75,18 @@ METHODS: dict[str, Any] = {
     "abs": elementwise.abs,
     "clip": elementwise.clip,
     "astype": elementwise.astype,
+    "to": elementwise.astype,
+    "float": _to_float,
     "sum": _reduction(reductions.sum),
     "mean": _reduction(reductions.mean),
     "max": _reduction(reductions.max),
     "min": _reduction(reductions.min),
     "var": _reduction(reductions.var),
+    "argmax": _reduction(reductions.argmax),
     "reshape": shapes.reshape,
+    "view": shapes.reshape,
+    "squeeze": shapes.squeeze,
+    "unsqueeze": shapes.unsqueeze,
     "permute": shapes.permute,
     "transpose": shapes.transpose,
     "broadcast_to": shapes.broadcast_to,

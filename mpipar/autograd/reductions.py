@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype
+from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd.record import array, record
 from mpipar.autograd.tensor import Tensor
 from mpipar.errors import BufferMismatchError, explain
@@ -88,6 +88,17 @@ def _extreme(ufunc: Any, x: Any, dim: Any, keepdim: bool) -> Tensor:
         return ((g.reshape(kept) / count) * hit).astype(g.dtype, copy=False)
 
     return record(out, (x,), vjp)
+
+
+def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Array:
+    """Return the place of the first maximum along `dim`, or in x as one row if dim is None.
+
+    A plain array of integers, as comparisons give plain arrays: places have no gradient.
+    """
+    data = array(x)
+    if dim is not None:
+        (dim,) = dims_of(dim, data.ndim)
+    return module_of(data).asarray(data.argmax(dim, keepdims=keepdim))
 
 
 def var(x: Any, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:

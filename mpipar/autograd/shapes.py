@@ -1,4 +1,4 @@
-"""Operations that move elements: reshape, permute, slice, index, concat, split, stack.
+"""Operations that move elements: reshape, permute, slice, index, cat, split, stack.
 
 Their vjps move the gradient back; views stay views in both directions.  An index of slices and
 numbers names every element at most once, so its gradient is assigned into zeros; an index of
@@ -14,12 +14,16 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.record import array, record, record_many
+from mpipar.autograd.reductions import dims_of
 from mpipar.autograd.tensor import Tensor
 from mpipar.errors import BufferMismatchError, explain
 
 
 def reshape(x: Any, *shape: Any) -> Tensor:
-    """Return x in another shape of the same size; one size may be -1."""
+    """Return x in another shape of the same size; one size may be -1.
+
+    It shares memory with x where x lies in order, else it is a copy.
+    """
     data = array(x)
     target = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     before = data.shape
@@ -31,6 +35,20 @@ def reshape(x: Any, *shape: Any) -> Tensor:
                     "Pass sizes with the same product")
         ) from error  # fmt: skip
     return record(out, (x,), lambda g: g.reshape(before))
+
+
+def unsqueeze(x: Any, dim: int) -> Tensor:
+    """Return x with a new dimension of size 1 at place `dim` of the result."""
+    shape = list(array(x).shape)
+    (place,) = dims_of(dim, len(shape) + 1)
+    return reshape(x, (*shape[:place], 1, *shape[place:]))
+
+
+def squeeze(x: Any, dim: Any = None) -> Tensor:
+    """Return x without its dimensions of size 1, or without those of `dim` that have size 1."""
+    shape = array(x).shape
+    gone = [d for d in dims_of(dim, len(shape)) if shape[d] == 1]
+    return reshape(x, tuple([n for d, n in enumerate(shape) if d not in gone]))
 
 
 def permute(x: Any, *dims: Any) -> Tensor:
@@ -102,10 +120,10 @@ def _part(part: Any) -> Any:
     return np.asarray(part) if isinstance(part, list) else part
 
 
-def concat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
     """Return the tensors one after the other along `dim`; the other dimensions are equal."""
     datas = [array(x) for x in tensors]
-    out = _joined("concat", np.concatenate, datas, dim)
+    out = _joined("cat", np.concatenate, datas, dim)
     ends = list(accumulate([data.shape[dim] for data in datas]))
     dtypes = [data.dtype for data in datas]
     before = (slice(None),) * (dim % out.ndim)

@@ -28,7 +28,6 @@ class Tensor(Declared):
     """
 
     __slots__ = ("__weakref__", "data", "grad", "hooks", "node", "requires_grad")
-    __array_ufunc__ = None  # NumPy operators on the left give way to ours
     __array_priority__ = 1000
     __hash__ = object.__hash__
 

@@ -262,4 +262,4 @@ def _restore_parts(y: Any, parts: tuple[int, ...], ranks: int) -> Any:
         for part, start in zip(parts, list(starts)[:-1], strict=True)
         for rank in range(ranks)
     ]
-    return functional.concat(cuts, -1)
+    return functional.cat(cuts, -1)

@@ -29,6 +29,16 @@ def test_parts_below_communication_start_no_mpi(part: str) -> None:
     assert not modules & {"mpi4py.MPI", "cupy", "matplotlib", "rich", "tyro"}
 
 
+def test_functional_is_a_module_of_its_own() -> None:
+    code = (
+        "import sys, mpipar.functional as F, mpipar as mp; assert mp.functional is F; "
+        "assert set(F.__all__) <= set(dir(F)); assert F.relu is mp.autograd.functional.relu; "
+        "print('mpi4py.MPI' in sys.modules)"
+    )
+    done = run([sys.executable, "-c", code])
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
 def test_every_public_name_can_be_loaded() -> None:
     code = "import mpipar; print(len([getattr(mpipar, name) for name in mpipar.__all__]))"
     done = run([sys.executable, "-c", code])

@@ -3,6 +3,7 @@
 L0  errors  partition  arrays  rng  trace
 L1  kernels  schedule
 L2  comm  autograd                          comm and autograd do not know each other
+    functional                              the names of autograd's operations for users
 L3  nn  optim  models
 L4  parallel                                the first layer that joins communication and gradients
 L5  train  checkpoint  bench  cli  __main__
@@ -33,6 +34,7 @@ ALLOWED = {
     "schedule": L0,
     "comm": L0 | {"kernels", "schedule"},
     "autograd": L0 | {"kernels"},
+    "functional": {"autograd"},
     "nn": L0 | {"kernels", "autograd"},
     "optim": L0 | {"kernels", "autograd", "nn"},
     "models": L0 | {"kernels", "autograd", "nn"},

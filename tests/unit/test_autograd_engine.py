@@ -66,7 +66,7 @@ def test_values_used_twice_do_not_disturb_each_other() -> None:
         b = a.reshape(-1)  # a view of it
         c = a * a
         d = (b + b).reshape(a.shape) + c
-        e = F.concat([d, a, d], 0)
+        e = F.cat([d, a, d], 0)
         first, second, third = F.split(e, a.shape[0], 0)
         return first * second + third + a, b
 

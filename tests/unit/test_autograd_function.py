@@ -150,7 +150,8 @@ class Both(Function):
 
     @staticmethod
     def backward(ctx, one, two):
-        x, y = ctx.saved
+        x, y = ctx.saved_tensors
+        assert ctx.saved_tensors is ctx.saved
         assert one.shape == two.shape == x.shape
         dx = one * ctx.factor + two * y if ctx.needs_input_grad[0] else None
         return dx, None, two * x

@@ -7,7 +7,7 @@ from hypothesis.extra import numpy as hnp
 
 from mpipar.autograd import Tensor, gradcheck
 from mpipar.autograd import functional as F
-from mpipar.errors import BufferMismatchError
+from mpipar.errors import BufferMismatchError, ConfigError
 
 RNG = np.random.default_rng(7)
 
@@ -80,6 +80,7 @@ UNARY = {
     "tanh": (F.tanh, np.tanh, normal),
     "sigmoid": (F.sigmoid, lambda x: 1 / (1 + np.exp(-x)), normal),
     "abs": (F.abs, np.abs, away),
+    "relu": (F.relu, lambda x: np.maximum(x, 0), away),
     "clip": (lambda x: F.clip(x, -0.5, 0.7), lambda x: np.clip(x, -0.5, 0.7), normal),
     "clip_low": (lambda x: F.clip(x, low=-0.5), lambda x: np.clip(x, -0.5, None), normal),
     "clip_high": (lambda x: x.clip(high=0.5), lambda x: np.clip(x, None, 0.5), normal),
@@ -201,6 +202,9 @@ SHAPES = {
     "transpose": lambda x: x.transpose(0, 2),
     "transpose last": lambda x: x.transpose(),
     "T": lambda x: x.T,
+    "view": lambda x: x.view(6, 4),
+    "squeeze": lambda x: (x[:, :1] * 2).squeeze(),
+    "unsqueeze": lambda x: x.unsqueeze(1) * x[:, :2].unsqueeze(-3).reshape(2, 2, 1, 4),
     "broadcast": lambda x: x[:, :1].broadcast_to((5, 2, 3, 4)),
     "number": lambda x: x[1],
     "slice": lambda x: x[:, 1:3],
@@ -210,9 +214,9 @@ SHAPES = {
     "integers": lambda x: x[:, [0, 2, 2, 0]],
     "two arrays": lambda x: x[np.array([0, 1, 1]), Tensor([2, 0, 0])],
     "array and slice": lambda x: x[[1, 1], :, 1:],
-    "concat": lambda x: F.concat([x, x * 2, x[:, :1]], dim=1),
-    "concat of one": lambda x: F.concat([x]),
-    "concat last": lambda x: F.concat([x, x], dim=-1),
+    "cat": lambda x: F.cat([x, x * 2, x[:, :1]], dim=1),
+    "cat of one": lambda x: F.cat([x]),
+    "cat last": lambda x: F.cat([x, x], dim=-1),
     "stack": lambda x: F.stack([x, x * 3], dim=1),
     "stack of one": lambda x: F.stack([x], dim=-1),
     "split": lambda x: F.split(x, [1, 0, 2], dim=1),
@@ -235,6 +239,43 @@ def test_values_of_moved_elements() -> None:
     assert np.array_equal(t[:, [0, 2]].data, x[:, [0, 2]])
     assert [p.shape for p in t.split(3, dim=-1)] == [(2, 3, 3), (2, 3, 1)]
     assert np.array_equal(F.stack([t, t], 1).data, np.stack([x, x], 1))
+    assert [t.unsqueeze(d).shape for d in (0, 3, -1, -4)] == [
+        (1, 2, 3, 4), (2, 3, 4, 1), (2, 3, 4, 1), (1, 2, 3, 4),
+    ]  # fmt: skip
+    ones = Tensor(normal(1, 3, 1))
+    assert [ones.squeeze(d).shape for d in (None, 0, -1, 1, (0, 2))] == [
+        (3,), (3, 1), (1, 3), (1, 3, 1), (3,),
+    ]  # fmt: skip
+
+
+def test_argmax_gives_places() -> None:
+    x = normal(3, 5)
+    t = Tensor(x, True)
+    assert np.array_equal(t.argmax(-1), x.argmax(1))
+    assert t.argmax(0, keepdim=True).shape == (1, 5)
+    assert t.argmax().item() == x.argmax() == np.argmax(t)
+    assert type(t.argmax()) is type(t.argmax(1)) is np.ndarray
+    assert F.argmax(np.array([1, 3, 3])) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_mse_loss(reduction: str) -> None:
+    x, y = normal(3, 4), normal(3, 4)
+    squares = (x - y) ** 2
+    expected = {"mean": squares.mean(), "sum": squares.sum(), "none": squares}[reduction]
+    assert np.allclose(F.mse_loss(Tensor(x), y, reduction).data, expected, rtol=1e-14)
+    assert gradcheck(lambda a, b: F.mse_loss(a, b, reduction), (x, y))
+
+
+def test_mse_loss_of_16_bits_of_nothing_and_by_an_unknown_reduction() -> None:
+    x = Tensor(np.full(4096, 0.5, np.float16), True)
+    loss = F.mse_loss(x, np.zeros(4096, np.float16), "sum")
+    assert (loss.dtype, loss.item()) == (np.float32, 1024.0)
+    loss.backward()
+    assert (x.grad == np.float16(1)).all()
+    assert np.isnan(F.mse_loss(np.zeros(0), np.zeros(0)).item())
+    with pytest.raises(ConfigError, match="reduction='avg': it must be"):
+        F.mse_loss(x, x, "avg")
 
 
 MISFITS = {
@@ -244,10 +285,14 @@ MISFITS = {
     "linear": lambda: F.linear(normal(2, 3), normal(4, 2)),
     "linear bias": lambda: F.linear(normal(2, 3), normal(4, 3), normal(3)),
     "reshape": lambda: Tensor(normal(2, 3)).reshape(4, 2),
+    "view": lambda: Tensor(normal(2, 3)).view(5),
+    "squeeze": lambda: Tensor(normal(2, 3)).squeeze(2),
+    "unsqueeze": lambda: Tensor(normal(2, 3)).unsqueeze(3),
+    "argmax": lambda: Tensor(normal(2, 3)).argmax(2),
     "permute": lambda: Tensor(normal(2, 3)).permute(0, 0),
     "transpose": lambda: Tensor(normal(2, 3)).transpose(0, 5),
     "broadcast": lambda: Tensor(normal(2, 3)).broadcast_to((2, 4)),
-    "concat": lambda: F.concat([normal(2, 3), normal(2, 4)]),
+    "cat": lambda: F.cat([normal(2, 3), normal(2, 4)]),
     "stack": lambda: F.stack([normal(2, 3), normal(2, 4)]),
     "split": lambda: F.split(normal(2, 3), [1, 1], dim=1),
     "sum": lambda: F.sum(normal(2, 3), 2),
@@ -259,6 +304,7 @@ MISFITS = {
     "rotary odd": lambda: F.rotary(normal(2, 3, 1, 5), np.arange(3)),
     "attention": lambda: F.attention(normal(2, 3, 1, 4), normal(2, 3, 1, 5), normal(2, 3, 1, 5)),
     "cross_entropy": lambda: F.cross_entropy(normal(2, 3), np.array([1, 2, 0])),
+    "mse_loss": lambda: F.mse_loss(normal(4), normal(4, 1)),
     "backward": lambda: Tensor(normal(3), True).backward(normal(4)),
 }
 

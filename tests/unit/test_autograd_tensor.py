@@ -78,6 +78,46 @@ def test_comparisons_are_plain_arrays() -> None:
     assert len({t, t, Tensor([1.0])}) == 2  # hashed by identity
 
 
+def test_numpy_numbers_and_arrays_on_the_left_compare_too() -> None:
+    t = Tensor([1.0, 2.0], True)
+    assert (np.array([1.0, 1.0]) < t).tolist() == [False, True]
+    assert (np.float64(2) == t).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda t: np.exp(t), r"numpy\.exp of .*\(2,\): .*Use mp\.functional\.exp or a method"),
+        (lambda t: np.absolute(t), r"mp\.functional\.abs "),
+        (lambda t: np.sin(t), r"Use mp\.functional or a method of Tensor; or pass tensor\.data"),
+        (lambda t: np.add.reduce(t), r"numpy\.add\.reduce"),
+        (lambda t: np.multiply(np.ones(2), t, where=[True, False]), r"mp\.functional"),
+        (lambda t: np.add(np.ones(2), t, out=np.ones(2)), r"a = a \+ tensor"),
+    ],
+)
+def test_other_functions_of_numpy_say_what_to_call(call, advice: str) -> None:
+    with pytest.raises(TypeError, match=advice):
+        call(Tensor([1.0, 2.0]))
+
+
+def test_an_array_is_not_changed_in_place_by_a_tensor() -> None:
+    a = np.ones(2)
+    with pytest.raises(DtypeMismatchError, match="in place must be an array"):
+        a += Tensor([1.0, 2.0])
+    assert a.tolist() == [1.0, 1.0]
+
+
+def test_to_another_dtype() -> None:
+    t = Tensor(np.array([1.5, 2.5]), True)
+    assert t.float().dtype == np.float32
+    assert t.to("bfloat16").dtype == BF16
+    t.to(np.float32).sum().backward()
+    assert t.grad.dtype == np.float64
+    assert not t.to("int64").requires_grad
+    with pytest.raises(DtypeMismatchError, match="dtype='cuda': it must be"):
+        t.to("cuda")
+
+
 def test_conversions() -> None:
     t = Tensor(np.array([[1.5, 2.5]], np.float32))
     assert np.asarray(t) is t.data
