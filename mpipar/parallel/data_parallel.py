@@ -224,14 +224,14 @@ class DataParallel:
 
         The mean of each step is over the batches there were.  A rank that leaves the block early
         takes part in the others' steps until all have left.  If some had more steps, all end with
-        the parameters and gradients of the last step's ranks (not with their optimiser's state).
+        the parameters and gradients of those (not with their optimiser's state).
         Gradients are cleared between steps; of collectives, the block has only this module's.
         """
         if self.comm.size == 1:
             yield
             return
         self._synchronizer.counted = True
-        self._synchronizer.counts = np.ones(self.comm.size, np.int64)  # nobody was left behind yet
+        self._synchronizer.counts = np.full(self.comm.size, self.accumulation_steps)
         try:
             yield
             self._follow()
@@ -241,17 +241,17 @@ class DataParallel:
     def _follow(self) -> None:
         """Take part in the steps of the ranks that are still in the block."""
         mine, self._done, self._expected = self._done, 0, False
-        latest = self._synchronizer.counts
+        stepped = self._synchronizer.counts == self.accumulation_steps
         while (counts := self._synchronizer.count(mine)).any():
-            latest = counts
-            if mine:
+            if mine:  # of an accumulation that this rank left unfinished
                 self._reduce()
             else:
                 self._synchronizer.sync()
             mine = 0
-        active = np.flatnonzero(latest)
-        if len(active) < self.comm.size:
-            self._copy_state(src=int(active[-1]))
+            if self.accumulation_steps in counts:
+                stepped = counts == self.accumulation_steps
+        if not stepped.all():
+            self._copy_state(src=int(np.flatnonzero(stepped)[-1]))
 
     def _copy_state(self, src: int) -> None:
         """Give every rank the parameters of rank `src`."""

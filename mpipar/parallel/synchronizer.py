@@ -79,7 +79,7 @@ class GradientSynchronizer:
         group = comm.process_group
         few = comm.size <= DIRECT_RANKS and group.nodes.count == 1 and group.algorithm == "auto"
         self._algorithm = "direct" if few else None  # the fewest rounds, where that is no waste
-        self._wire = None if wire_dtype is None else dtype_of(wire_dtype)
+        self._wire = None if wire_dtype is None or comm.size == 1 else dtype_of(wire_dtype)
         self._into_buckets = into_buckets
         self._link: Communicator | None = None
         self._started = self._running = False
