@@ -13,14 +13,17 @@ from mpipar.nn.spec import Spec
 
 
 class Embedding(Module):
-    """Rows of weight [num, dim], drawn from a normal distribution with standard deviation std."""
+    """Rows of weight [num, dim], drawn from a normal distribution with standard deviation std.
+
+    seed and name decide the numbers, and what seed=None means, as for Linear.
+    """
 
     def __init__(
         self,
         num: int,
         dim: int,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         name: str = "",
         std: float = 0.02,
         dtype: str = "float32",
@@ -30,7 +33,7 @@ class Embedding(Module):
         check_size("dim", dim)
         self.num = num
         spec = Spec.replicated(join(name, "weight"), (num, dim))
-        self.weight = Parameter(init.draw(spec, seed, std, dtype=dtype), spec)
+        self.weight = Parameter(init.draw(spec, init.seed_of(seed, name), std, dtype=dtype), spec)
 
     def forward(self, ids: Array) -> Tensor:
         """Return the rows of ids (...): (..., dim).  Raises ConfigError for an id not in it."""

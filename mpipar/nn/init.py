@@ -4,6 +4,10 @@ Every element is a function of (seed, global name, global element index) alone, 
 4 ranks is bit for bit the same as on one.  Numbers are made in float64 and rounded once.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+
 import numpy as np
 
 from mpipar import rng
@@ -11,6 +15,21 @@ from mpipar.arrays import dtype as as_dtype
 from mpipar.nn.spec import Spec
 
 BLOCK = 1 << 16  # elements drawn at a time: the float64 temporaries stay in cache
+_unnamed: defaultdict[str, Iterator[int]] = defaultdict(count)  # by kind: layers made so far
+
+
+def seed_of(seed: int | None, name: str, kind: str = "weights") -> int:
+    """Return the seed that a layer draws with: `seed`, where it is stated.
+
+    seed=None of a layer with a name is 0: the name tells it from others.  Without a name it is a
+    seed of its own, made of the next number of a counter of this process (one for each kind), so
+    that no two such layers are equal.  Ranks that build the same layers in the same order get the
+    same seeds; those that do not (stages of a pipeline) must state names or seeds wherever a weight
+    shall not depend on the layout.
+    """
+    if seed is not None:
+        return seed
+    return 0 if name else rng.key(0, "unnamed", kind, next(_unnamed[kind]))
 
 
 def draw(

@@ -12,8 +12,11 @@ class Linear(Module):
     """y = x W^T + b with weight [out_features, in_features], as in PyTorch.
 
     std=None draws weight and bias uniformly from +-1/sqrt(in_features), PyTorch's default; std
-    given draws a normal weight and a zero bias.  The numbers depend on (seed, name) only: two
-    layers of one seed need two names, or get equal weights.
+    given draws a normal weight and a zero bias.
+
+    The numbers depend on (seed, name) only: two layers of one stated seed need two names, or get
+    equal weights.  seed=None is 0 for a layer with a name; one without gets a seed of its own by a
+    counter of the process, equal on all ranks that build the same layers in the same order.
     """
 
     bias: Parameter | None
@@ -24,7 +27,7 @@ class Linear(Module):
         out_features: int,
         bias: bool = True,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         name: str = "",
         std: float | None = None,
         dtype: str = "float32",
@@ -32,6 +35,7 @@ class Linear(Module):
         """Make the parameters f"{name}.weight" and f"{name}.bias"; ConfigError if a size is < 1."""
         check_size("in_features", in_features)
         check_size("out_features", out_features)
+        seed = init.seed_of(seed, name)
         weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
         bound = in_features**-0.5 if std is None else None
         self.weight = Parameter(init.draw(weight, seed, std, bound, dtype), weight)

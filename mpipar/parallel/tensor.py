@@ -12,7 +12,8 @@ costs one all_reduce of the activations forward and one backward.  Inputs and ou
 over tp, or a block of the last dimension over tp.
 
 Initial values depend on seed, name and global index only: p ranks hold the slices of the dense
-layer `nn.Linear` of the same seed and name.
+layer `nn.Linear` of the same seed and name.  With neither, the ranks of a group must have built the
+same unnamed layers before, in the same order, as their seeds are then counted.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class ColumnParallelLinear(Module):
         overlap: bool = False,
         *,
         parts: Sequence[int] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         name: str = "",
         std: float | None = None,
         dtype: Any = "float32",
@@ -64,6 +65,7 @@ class ColumnParallelLinear(Module):
 
         parts: the sizes of the outputs joined in this layer (fused qkv; gate and up), each cut on
         its own.  std: of normal weights with a zero bias; None: uniform +-1/sqrt(in), as nn.Linear.
+        seed: None as for nn.Linear.
         full: the dense weight and bias to take the block from, instead of drawing it.
 
         Raises ConfigError if `out_features` or one of its parts does not divide over the ranks.
@@ -78,7 +80,7 @@ class ColumnParallelLinear(Module):
         offset = Spec.replicated(join(name, "bias"), (out_features,))
         offset = offset.shard(AXIS, 0, comm.rank, comm.size, parts)
         self.weight, self.bias = _parameters(
-            weight, offset if bias else None, full, seed, std, dtype
+            weight, offset if bias else None, full, init.seed_of(seed, name), std, dtype
         )
 
     @classmethod
@@ -123,7 +125,7 @@ class RowParallelLinear(Module):
         overlap: bool = False,
         *,
         parts: Sequence[int] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         name: str = "",
         std: float | None = None,
         dtype: Any = "float32",
@@ -148,6 +150,7 @@ class RowParallelLinear(Module):
         weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
         weight = weight.shard(AXIS, 1, comm.rank, comm.size, parts)
         offset = Spec.replicated(join(name, "bias"), (out_features,)) if bias else None
+        seed = init.seed_of(seed, name)
         self.weight, self.bias = _parameters(weight, offset, full, seed, std, dtype)
 
     @classmethod

@@ -46,7 +46,7 @@ class VocabParallelEmbedding(Module):
         dim: int,
         comm: Communicator,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         name: str = "",
         std: float = 0.02,
         dtype: Any = "float32",
@@ -54,6 +54,7 @@ class VocabParallelEmbedding(Module):
     ) -> None:
         """Make this rank's rows, those of the dense embedding of the same seed and name.
 
+        seed: None as for nn.Linear: the ranks must have built the same unnamed layers before.
         full: the dense weight [num, dim] to take the rows from, instead of drawing them.
         """
         check_size("num", num)
@@ -64,6 +65,7 @@ class VocabParallelEmbedding(Module):
         )
         self.start = spec.offset[0]
         if full is None:
+            seed = init.seed_of(seed, name)
             self.weight = Parameter(init.draw(spec, seed, std=std, dtype=dtype), spec)
         else:
             rows = module_of(full).array(spec.take(full), dtype=as_dtype(dtype), order="C")
