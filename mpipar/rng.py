@@ -6,7 +6,8 @@ SplitMix64 used in counter mode (Steele, Lea, Flood, OOPSLA 2014): state = key +
 then the finalising mix.
 
 Dropout also depends on the training step and on the global row (sequence) of the batch; the
-training loop states these with `position`.
+training loop states these with `at`.  Outside of it each call of dropout is counted instead, so
+that the next one drops other elements; `recompute` takes the counter back with `back_at`.
 """
 
 import contextlib
@@ -70,20 +71,57 @@ class Position:
     row: int = 0
 
 
-_position = Position()
+@dataclass(frozen=True)
+class Place:
+    """All that draws depend on besides seed, name and index: what `place` gives to `back_at`."""
+
+    position: Position | None  # None outside `at`
+    calls: int
+
+
+_position: Position | None = None
+_calls = 0  # of `moment` outside `at`
 
 
 def position() -> Position:
-    """Return the current position, as set by `at`."""
-    return _position
+    """Return the current position, as set by `at`; step 0 and row 0 outside of it."""
+    return _position or Position()
+
+
+def moment() -> tuple[object, ...]:
+    """Return names that tell this call's draws from another call's, for `key`.
+
+    Inside `at` it is the step; outside it is a new number, one more at every call.
+    """
+    global _calls
+    if _position is not None:
+        return (_position.step,)
+    _calls += 1
+    return ("call", _calls)
 
 
 @contextlib.contextmanager
 def at(step: int, row: int) -> Iterator[None]:
-    """Set the position for the operations in the block; the old one comes back afterwards."""
-    global _position
-    before, _position = _position, Position(step, row)
+    """Set the position for the operations in the block; the old one comes back afterwards.
+
+    step: of training.  row: the global row of the batch that this process's first row is.
+    """
+    with back_at(Place(Position(step, row), _calls)):
+        yield
+
+
+def place() -> Place:
+    """Return the position and the number of calls counted, to come back to."""
+    return Place(_position, _calls)
+
+
+@contextlib.contextmanager
+def back_at(there: Place) -> Iterator[None]:
+    """Draw in the block what was drawn after `there` was taken; then go on as before."""
+    global _position, _calls
+    before = place()
+    _position, _calls = there.position, there.calls
     try:
         yield
     finally:
-        _position = before
+        _position, _calls = before.position, before.calls

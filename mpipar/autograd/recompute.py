@@ -8,8 +8,8 @@ nothing but its inputs is kept between forward and backward:
 
 The look at the graph in forward finds the leaves (parameters) that f uses, so that their hooks fire
 after their last use in the whole backward, and whether f ran collectives: then the node counts as
-one, and every rank runs f again, in the same order.  `mpipar.rng.position` is restored, so dropout
-drops the same elements.
+one, and every rank runs f again, in the same order.  `mpipar.rng.place`, the position and the count
+of dropout's calls, is taken back, so dropout drops the same elements.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ def recompute(f: Callable[..., Any], *inputs: Any) -> Any:
         return f(*inputs)
     calls = state.collective_calls
     cuts = [_cut(x) for x in inputs]
+    place = rng.place()
     with Tape() as tape:
         result = f(*cuts)
     single = not isinstance(result, tuple)
@@ -46,7 +47,7 @@ def recompute(f: Callable[..., Any], *inputs: Any) -> Any:
     datas = [y.data for y in outputs]
     leaves = _leaves([source_of(y) for y in outputs] + tape.collectives, cuts)
     del result, outputs, tape, cuts  # the graph goes; what it used is known
-    made = _record(f, inputs, leaves, datas, collective)
+    made = _record(f, inputs, leaves, datas, collective, place)
     return made[0] if single else made
 
 
@@ -79,13 +80,13 @@ def _record(
     leaves: list[Tensor],
     datas: list[Array],
     collective: bool,
+    place: rng.Place,
 ) -> tuple[Tensor, ...]:
     """Return the outputs, with a node that runs f again."""
     kept = [_cut(x) for x in inputs]
-    place = rng.position()
 
     def vjp(*grads: Array) -> tuple[Array | None, ...]:
-        with enable_grad(), rng.at(place.step, place.row), Tape() as tape:
+        with enable_grad(), rng.back_at(place), Tape() as tape:
             again = f(*kept)
             outputs = again if isinstance(again, tuple) else (again,)
             roots = [(source_of(y), g) for y, g in zip(outputs, grads, strict=True)]

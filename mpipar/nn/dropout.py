@@ -2,7 +2,7 @@
 
 An element is dropped by (seed, name, training step, global row, global position, feature), so any
 split of batch or sequence over ranks drops the same elements.  The step and the global row of
-local row 0 come from `rng.at`, which the training loop enters.
+local row 0 come from `rng.at`, which a training loop enters; without it calls are counted.
 Srivastava et al., JMLR 2014; survivors are scaled by 1 / (1 - p).
 """
 
@@ -12,6 +12,7 @@ from mpipar import rng
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError, explain
+from mpipar.nn import init
 from mpipar.nn.module import Module
 
 ROW_BITS = 40  # of the 64 bits of an index: positions times features; the rest number the rows
@@ -20,15 +21,29 @@ ROW_BITS = 40  # of the 64 bits of an index: positions times features; the rest 
 class Dropout(Module):
     """Zero elements with probability p while training; does nothing in eval() or for p = 0.
 
-    Two layers of one seed need two names, or drop the same elements.
+    Every call drops other elements: calls in this process are numbered.  Such masks repeat when a
+    program starts again, and depend on how the work is cut: data-parallel ranks that make the same
+    calls drop the same places of their different rows.  In a block
+
+        with rng.at(step, row):     # row: which row of the whole batch this rank's first one is
+            loss = ...
+
+    an element's fate depends on step, global row, position and feature only, whatever the layout:
+    different ranks draw different masks, those that one process with the whole batch would draw,
+    and so does a run that is resumed.
+
+    Two layers of one stated seed need two names, or drop the same elements in the same call; with
+    seed=None that happens for equal names only (see Linear).
     """
 
-    def __init__(self, p: float = 0.5, *, seed: int = 0, name: str = "") -> None:
+    def __init__(self, p: float = 0.5, *, seed: int | None = None, name: str = "") -> None:
         """Raise ConfigError unless 0 <= p < 1."""
         if not 0.0 <= p < 1.0:
-            raise ConfigError(explain("p", p, "it is a probability below 1", "Pass 0 <= p < 1"))
+            raise ConfigError(
+                explain("p", p, "it must be at least 0 and below 1", "Choose such a p")
+            )
         self.p = p
-        self.seed = seed
+        self.seed = init.seed_of(seed, name, "dropout")
         self.name = name
 
     def forward(self, x: Tensor, positions: np.ndarray | None = None) -> Tensor:
@@ -39,7 +54,7 @@ class Dropout(Module):
         """
         if self.p == 0.0 or not self.training:
             return x
-        key = rng.key(self.seed, self.name, "dropout", rng.position().step)
+        key = rng.key(self.seed, self.name, "dropout", *rng.moment())
         return F.dropout(x, self.p, key, row_index(x.shape, rng.position().row, positions))
 
 

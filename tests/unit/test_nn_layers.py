@@ -1,12 +1,16 @@
 """Each layer against its formula in NumPy, its initial values, and its errors."""
 
+from collections import defaultdict
+from functools import partial
+from itertools import combinations, count
+
 import numpy as np
 import pytest
 
 from mpipar import rng
-from mpipar.autograd import Tensor, gradcheck
+from mpipar.autograd import Tensor, gradcheck, recompute
 from mpipar.errors import ConfigError
-from mpipar.nn import Dropout, Embedding, LayerNorm, Linear, RMSNorm
+from mpipar.nn import Dropout, Embedding, LayerNorm, Linear, RMSNorm, init
 from mpipar.nn.dropout import row_index
 from tests.unit.substitute import substitute
 
@@ -42,6 +46,30 @@ def test_seed_and_name_decide_the_numbers():
     np.testing.assert_array_equal(weight(seed=1, name="a"), weight(seed=1, name="a"))
     assert not np.array_equal(weight(seed=1, name="a"), weight(seed=2, name="a"))
     assert not np.array_equal(weight(seed=1, name="a"), weight(seed=1, name="b"))
+
+
+@pytest.mark.parametrize("kind", [Linear, Embedding])
+def test_layers_without_seed_and_name_are_not_equal(kind):
+    make = partial(kind, 3, 4)
+    one, two = make(), make()
+    assert not np.array_equal(one.weight.data, two.weight.data)
+    for other in (make(seed=0), make(seed=1)):  # nor like any with a stated seed
+        assert not np.array_equal(one.weight.data, other.weight.data)
+    np.testing.assert_array_equal(make(seed=0).weight.data, make(seed=0).weight.data)
+    np.testing.assert_array_equal(make(name="a").weight.data, make(name="a", seed=0).weight.data)
+
+
+def test_the_seeds_of_unnamed_layers_are_counted_by_kind(monkeypatch):
+    def seeds():
+        monkeypatch.setattr(init, "_unnamed", defaultdict(count))
+        return [init.seed_of(None, "", kind) for kind in ("weights", "dropout", "weights")]
+
+    assert seeds() == seeds()
+    assert len(set(seeds())) == 3
+    dropout = seeds()[1]
+    monkeypatch.setattr(init, "_unnamed", defaultdict(count))
+    assert init.seed_of(None, "", "dropout") == dropout
+    assert (init.seed_of(5, ""), init.seed_of(5, "a"), init.seed_of(None, "a")) == (5, 5, 0)
 
 
 def test_embedding_and_its_logits():
@@ -129,6 +157,49 @@ def test_dropout_masks_do_not_depend_on_the_split():
     with rng.at(step=6, row=0):
         assert not np.array_equal(layer(Tensor(x)).data, whole)
     assert not np.array_equal(Dropout(0.5, seed=3, name="e")(Tensor(x)).data, whole)
+
+
+def test_every_call_of_dropout_drops_other_elements():
+    layer, x = Dropout(0.5, seed=3), Tensor(np.ones((4, 16)))
+    masks = [layer(x).data for _ in range(3)]
+    assert not any(np.array_equal(one, two) for one, two in combinations(masks, 2))
+    with rng.at(step=5, row=0):
+        inside = [layer(x).data for _ in range(2)]
+    np.testing.assert_array_equal(*inside)
+    layer.eval()
+    layer(x)
+    layer.train()
+    other = Dropout(0.5)(x).data, Dropout(0.5)(x).data
+    assert not np.array_equal(*other)
+
+
+def test_calls_are_counted_from_a_place_again():
+    layer, x = Dropout(0.5, seed=3), Tensor(np.ones((4, 16)))
+    place = rng.place()
+    masks = [layer(x).data for _ in range(2)]
+    with rng.at(step=5, row=0):
+        layer(x)
+    with rng.back_at(place):
+        for mask in masks:
+            np.testing.assert_array_equal(layer(x).data, mask)
+    after = layer(x).data
+    assert not any(np.array_equal(after, mask) for mask in masks)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_recomputed_dropout_draws_the_same_masks(nested):
+    """The gradient of a sum of masks is the masks; others are drawn before backward."""
+    one, two, x = Dropout(0.5), Dropout(0.5), Tensor(np.ones((4, 16)), requires_grad=True)
+
+    def part(t):
+        return two(recompute(one, t) if nested else one(t))
+
+    y = recompute(part, x)
+    z = recompute(part, x)
+    one(x)
+    (y + z).sum().backward()
+    np.testing.assert_array_equal(x.grad, y.data + z.data)
+    assert not np.array_equal(y.data, z.data)
 
 
 def test_the_index_of_dropout_is_unique():
