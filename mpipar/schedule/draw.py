@@ -1,6 +1,7 @@
-"""Pictures, as text for a terminal or as SVG: of a schedule, and of a Timeline.
+"""Pictures, as text for a terminal or as SVG: of schedules, and of a Timeline.
 
     draw(make("all_reduce", "ring", 4))     arrows between the ranks
+    draw(pipeline.make("1f1b", 4, 8))       what each rank does in each slot of time
     draw(simulate(schedule, 1e6).timeline, format="svg")    a Gantt chart
 
 A Timeline may be simulated or measured; both look the same.
@@ -11,11 +12,13 @@ from typing import Literal
 from mpipar.errors import ConfigError, explain
 from mpipar.schedule import draw_schedule, draw_timeline
 from mpipar.schedule.core import CommSchedule
+from mpipar.schedule.pipeline import PipelineSchedule
+from mpipar.schedule.pipeline import draw as draw_pipeline
 from mpipar.trace import Timeline
 
 
 def draw(
-    what: CommSchedule | Timeline,
+    what: CommSchedule | PipelineSchedule | Timeline,
     format: Literal["text", "svg"] = "text",
     width: int = 96,
     title: str = "",
@@ -28,6 +31,8 @@ def draw(
     """
     if format not in ("text", "svg"):
         raise ConfigError(explain("format", format, "it is text or svg", "Choose one of them"))
+    if isinstance(what, PipelineSchedule):
+        return draw_pipeline(what, format, width)
     if isinstance(what, CommSchedule):
         return draw_schedule.text(what, width) if format == "text" else draw_schedule.svg(what)
     if format == "text":

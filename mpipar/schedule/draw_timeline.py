@@ -26,7 +26,9 @@ from mpipar.schedule.svg import (
 from mpipar.trace import Span, Timeline
 
 FILL = {"send": ">", "recv": "<", "reduce": "+", "compute": "#", "wait": "."}
+FILL |= {"forward": "-", "backward": "=", "weight": "~"}
 COLOURS = {"send": BLUE, "recv": SKY, "reduce": ORANGE, "compute": GREEN, "wait": "#c3cbd3"}
+COLOURS |= {"forward": BLUE, "backward": GREEN, "weight": ORANGE}  # actions of a pipeline
 SPARE = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)  # for other kinds, in order of appearance
 
 Lane = list[Span]
@@ -78,7 +80,7 @@ def text(timeline: Timeline, width: int = 96) -> str:
     """Return the chart in at most `width` characters a line, ending without a newline.
 
     A span shows its name where there is room, and is filled by kind: send >, recv <, reduce +,
-    compute #, wait ., others by their first letter.
+    compute #, wait ., forward -, backward =, weight ~, others by their first letter.
     """
     heads = {rank: f"rank {rank}" for rank in timeline.ranks()}
     margin = max((len(head) for head in heads.values()), default=6) + 2

@@ -20,6 +20,7 @@ the strictest that an MPI library may do.  What ends under it ends under every o
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mpipar.schedule.pipeline.action import SENDS, Action
 
@@ -53,12 +54,12 @@ class PipelineSchedule:
         """The most stages that one rank holds."""
         return max(map(self.placement.count, range(self.ranks)))
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Whether weight gradients are actions of their own."""
         return any(action.kind == "W" for row in self.actions for action in row)
 
-    @property
+    @cached_property
     def lowered(self) -> bool:
         """Whether messages are among the actions."""
         return any(not action.computes for row in self.actions for action in row)

@@ -9,6 +9,7 @@ its colour, and a rank's later stages are lighter.  Pictures in which actions ha
 lengths are those of a Timeline, simulated or measured: `mpipar.schedule.draw(result.timeline)`.
 """
 
+from textwrap import wrap
 from typing import Literal
 
 from mpipar.errors import ConfigError, explain
@@ -78,7 +79,7 @@ def _text(schedule: PipelineSchedule, ran: Slots, width: int) -> str:
         for head, row in zip(heads, words, strict=True):
             cells = "".join(word.ljust(cell) for word in row[first : columns.stop])
             lines.append((head.ljust(margin) + cells).rstrip())
-    return "\n".join([*lines, "", summary(schedule, ran)])
+    return "\n".join([*lines, "", *wrap(summary(schedule, ran), width)])
 
 
 def _svg(schedule: PipelineSchedule, ran: Slots) -> str:

@@ -19,8 +19,9 @@ from mpipar.schedule.pipeline.core import PipelineSchedule, Row
 from mpipar.schedule.pipeline.slots import slots
 
 Cell = tuple[int, int]  # rank, place in its row
-AROUND = 5  # columns that `marked` shows on each side of a marked cell
-RANKS = 12  # the most rows that it shows
+BEFORE = 5  # columns that `marked` shows before a marked cell
+WIDTH = 88  # about the longest line that it returns
+RANKS = 12  # rows that it shows, and those with marked cells
 
 
 def to_csv(schedule: PipelineSchedule) -> str:
@@ -100,26 +101,22 @@ def _placement(name: str, rows: tuple[Row, ...]) -> tuple[int, ...]:
 
 
 def marked(schedule: PipelineSchedule, cells: list[Cell]) -> str:
-    """Return the ranks' actions in order, with some cells in brackets; far from them it is cut."""
-    places = [place for _, place in cells] or [0]
-    first = max(0, min(places) - AROUND)
-    stop = min(max(places) + AROUND, first + 4 * AROUND) + 1
+    """Return the ranks' actions in order, some cells in brackets, cut to what is near those."""
     shown = sorted({rank for rank, _ in cells} | set(range(min(schedule.ranks, RANKS))))
-    rows = {rank: schedule.actions[rank][first:stop] for rank in shown}
-    words = {
-        rank: [
-            f"[{action}]" if (rank, first + i) in cells else f" {action} "
-            for i, action in enumerate(row)
-        ]
-        for rank, row in rows.items()
-    }
-    width = max((len(word) for row in words.values() for word in row), default=0)
-    heads = {rank: f"rank {rank}" for rank in shown}
-    margin = max(map(len, heads.values()))
+    middle = min((place for _, place in cells), default=0)
+    width = 2 + max(len(str(action)) for row in schedule.actions for action in row)
+    margin = len(f"rank {shown[-1]} |")
+    columns = max(2 * BEFORE + 1, (WIDTH - margin) // (width + 1))
     lines = []
-    for rank, row in words.items():
-        before = "..." if first and schedule.actions[rank] else "   " if first else ""
-        after = "..." if len(schedule.actions[rank]) > stop else ""
-        line = " ".join(word.ljust(width) for word in row)
-        lines.append(f"{heads[rank]:{margin}} |{before}{line.rstrip()}{after}")
+    for rank in shown:
+        row = schedule.actions[rank]
+        at = min((place for r, place in cells if r == rank), default=middle)
+        first = max(0, min(at - BEFORE, len(row) - columns))
+        words = [
+            f"[{action}]" if (rank, place) in cells else f" {action} "
+            for place, action in enumerate(row[first : first + columns], first)
+        ]
+        head = f"rank {rank}".ljust(margin - 1) + ("|... " if first else "|")
+        line = head + " ".join(word.ljust(width) for word in words)
+        lines.append(line.rstrip() + (" ..." if first + columns < len(row) else ""))
     return "\n".join(lines)

@@ -113,8 +113,8 @@ def _standstill(schedule: PipelineSchedule, ran: Slots, at: dict[Action, Cell]) 
         wanted = awaited(rank)
         holder = at[wanted][0]
         behind = f"behind {heads[holder]}" if wanted != heads[holder] else "next"
-        where = "itself" if holder == rank else f"rank {holder}"
-        waits.append(f"rank {rank} waits at {heads[rank]} for {wanted}, which {where} has {behind}")
+        who = f"rank {holder}{' itself' if holder == rank else ''}"
+        waits.append(f"rank {rank} waits at {heads[rank]} for {wanted}, which {who} has {behind}")
     sends = " with synchronous sends" if schedule.lowered else ""
     what = f"deadlock{sends}: {'; '.join(waits)}"
     fix = "Put every action behind what it needs"
