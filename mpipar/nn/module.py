@@ -6,7 +6,7 @@ those.  The name of a parameter is its attribute path, as in PyTorch:
 counts once, under the first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpipar.arrays import Array, module_of
@@ -120,6 +120,28 @@ class Module:
         """Yield (name, Parameter or Module) of the attributes, containers opened."""
         for name, value in vars(self).items():
             yield from _open(name, value)
+
+
+def tensors_of(params: Any, what: str = "params") -> list[Tensor]:
+    """Return an iterable of Tensors as a list.
+
+    Raises ConfigError for anything else, naming it and what to pass instead.
+    """
+    rule, fix = "it must be an iterable of Tensors", "Pass module.parameters(), or a list"
+    if isinstance(params, Tensor):
+        fix = "Pass a list: [tensor]"  # it can be iterated over, row by row
+    elif isinstance(params, Iterable) and not isinstance(params, Module | dict | str):
+        entries = list(params)
+        wrong = [(n, x) for n, x in enumerate(entries) if not isinstance(x, Tensor)]
+        if not wrong:
+            return entries
+        number, params = wrong[0]
+        what, rule = f"{what}[{number}]", "it must be a Tensor"
+        if isinstance(params, tuple):
+            fix = "Pass module.parameters() instead of named_parameters()"
+        elif hasattr(params, "dtype"):
+            fix = "Make a parameter of the array: mp.nn.Parameter(array)"
+    raise ConfigError(explain(what, type(params).__name__, rule, fix))
 
 
 def _open(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -17,11 +17,14 @@ from typing import Any
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor
 from mpipar.kernels.adamw import adamw_step
-from mpipar.optim.optimizer import Group, Optimizer, check_range
+from mpipar.optim.optimizer import Group, Optimizer
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay.
+
+    A group may state its own lr, betas, eps and weight_decay.
+    """
 
     slots = ("m", "v")
 
@@ -35,36 +38,34 @@ class AdamW(Optimizer):
         decay_all: bool = False,
     ) -> None:
         """Take parameters or groups (see Optimizer); raises ConfigError for values out of range."""
-        check_range("betas[0]", betas[0], 0.0, 1.0)
-        check_range("betas[1]", betas[1], 0.0, 1.0)
-        check_range("eps", eps, 0.0)
-        self.betas = betas
-        self.eps = eps
-        super().__init__(params, lr, weight_decay, decay_all)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings, decay_all)
 
     def update(
         self, value: Array, grad: Array, state: dict[str, Array], group: Group, grad_scale: float
     ) -> None:
         """Take one step for one parameter, in place."""
-        self._step(value, grad, state, group["lr"], group["weight_decay"], grad_scale)
+        self._step(value, grad, state, group, group["weight_decay"], grad_scale)
 
     def _step(
         self,
         value: Array,
         grad: Array,
         state: dict[str, Array],
-        lr: float,
+        group: Group,
         decay: float,
         grad_scale: float,
     ) -> None:
+        beta1, beta2 = group["betas"]
         adamw_step(
             value,
             grad,
             state["m"],
             state["v"],
-            lr,
-            *self.betas,
-            self.eps,
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
             decay,
             int(state["step"][0]),
             grad_scale,
@@ -93,4 +94,4 @@ class Adam(AdamW):
         decay = group["weight_decay"]
         if decay:
             grad, grad_scale = grad * grad_scale + value * decay, 1.0
-        self._step(value, grad, state, group["lr"], 0.0, grad_scale)
+        self._step(value, grad, state, group, 0.0, grad_scale)

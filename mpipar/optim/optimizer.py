@@ -6,30 +6,28 @@ another mesh finds it again, cut by another spec.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypedDict, cast
+from math import inf
+from numbers import Real
+from typing import Any
 
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit, module_of
 from mpipar.autograd import Tensor
 from mpipar.errors import ConfigError, explain
+from mpipar.nn.module import tensors_of
 from mpipar.nn.spec import Spec
 
-
-class Group(TypedDict):
-    """Parameters that share a learning rate and a weight decay."""
-
-    params: list[Tensor]
-    lr: float
-    weight_decay: float
+Group = dict[str, Any]  # "params", a list of Tensors, and the settings that they share
 
 
 class Optimizer:
     """Base of the optimisers: a subclass names its `slots` and defines `update`.
 
-    params: parameters, or dicts with "params" and their own "lr" or "weight_decay".  Weight decay
-    applies to parameters with two or more GLOBAL dimensions (not to biases and norms), unless
-    decay_all=True or the dict states it.
+    params: parameters, or dicts with "params" and any of the optimiser's settings ("lr", "betas",
+    ...), which then hold for these parameters.  Weight decay applies to parameters with two or more
+    GLOBAL dimensions (not to biases and norms), unless decay_all=True or the dict states it; so
+    `param_groups` may have two groups for one that was passed.
     Parameters of 16 bits get a float32 master copy; it is updated, and rounded once into them.
     """
 
@@ -38,23 +36,28 @@ class Optimizer:
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float,
-        weight_decay: float = 0.0,
+        settings: dict[str, Any],
         decay_all: bool = False,
     ) -> None:
         """Make the groups and the state, all zeros.
 
-        Raises ConfigError for a negative rate or decay, no parameters, or one given twice.
+        settings: "lr", "weight_decay" and the subclass's own, for groups that do not state them.
+
+        Raises ConfigError for a setting out of range or unknown, something that is no parameter, no
+        parameters at all, or one given twice.
         """
-        check_range("lr", lr, 0.0)
-        check_range("weight_decay", weight_decay, 0.0)
+        check_settings(settings)
         self.param_groups: list[Group] = []
-        for entry in _as_groups(params):
-            rate = entry.get("lr", lr)
-            for decay, members in _by_decay(entry, weight_decay, decay_all):
-                self.param_groups.append({"params": members, "lr": rate, "weight_decay": decay})
-        self.names = _names([p for group in self.param_groups for p in group["params"]])
-        self.state = {self.names[id(p)]: self._initial(p) for p in self.params()}
+        for own in _as_groups(params, settings):
+            for decay, members in _by_decay(own, settings["weight_decay"], decay_all):
+                group = {**settings, **own, "params": members, "weight_decay": decay}
+                self.param_groups.append(group)
+        self.names = _names(list(self.params()))
+        self.state = {
+            self.names[id(param)]: self._initial(param, group)
+            for group in self.param_groups
+            for param in group["params"]
+        }
 
     def params(self) -> Iterator[Tensor]:
         """Yield all parameters, group by group."""
@@ -92,6 +95,10 @@ class Optimizer:
                 self.update(solid, grad, state, group, grad_scale)
                 if solid is not param.data:
                     param.data[...] = solid
+
+    def slots_of(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the arrays kept for each parameter of a group."""
+        return self.slots
 
     def update(
         self, value: Array, grad: Array, state: dict[str, Array], group: Group, grad_scale: float
@@ -136,42 +143,106 @@ class Optimizer:
         }
         found = {what: keys for what, keys in problems.items() if keys}
         if found:
-            rule = "the state belongs to an optimiser of the same kind over the same parameters"
+            rule = "it must be that of an optimiser of the same kind over the same parameters"
             raise ConfigError(explain("state", found, rule, "Load what state_dict() gave"))
         for key, array in own.items():
             array[...] = module_of(array).asarray(state[key])
 
-    def _initial(self, param: Tensor) -> dict[str, Array]:
+    def __repr__(self) -> str:
+        """Return the settings of each group and how many parameters it has."""
+        lines = [type(self).__name__ + "("]
+        for number, group in enumerate(self.param_groups):
+            settings = [f"{key}={value}" for key, value in group.items() if key != "params"]
+            count = len(group["params"])
+            size = f"{count} parameter{'s' * (count != 1)}"
+            lines.append(f"  group {number}: {', '.join([size, *settings])}")
+        return "\n".join([*lines, ")"])
+
+    def _initial(self, param: Tensor, group: Group) -> dict[str, Array]:
         xp = module_of(param.data)
         wide = compute_dtype(param.data.dtype)
-        state = {slot: xp.zeros(param.data.shape, wide) for slot in self.slots}
+        state = {slot: xp.zeros(param.data.shape, wide) for slot in self.slots_of(group)}
         state["step"] = np.zeros(1, np.int64)
         if is_sixteen_bit(param.data.dtype):
             state["master"] = param.data.astype(wide)
         return state
 
 
-def check_range(name: str, value: float, low: float, high: float = np.inf) -> None:
-    """Raise ConfigError unless low <= value < high."""
-    if not low <= value < high:
-        rule = f"it lies in [{low:g}, {high:g})"
-        raise ConfigError(explain(name, value, rule, "Choose a value in this range"))
+LIMITS = {"lr": inf, "weight_decay": inf, "eps": inf, "momentum": inf, "betas": 1.0}
 
 
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    entries = list(params)
-    if not entries:
-        raise ConfigError(explain("params", [], "there is nothing to optimise", "Pass parameters"))
-    if isinstance(entries[0], dict):
-        return [{**entry, "params": list(entry["params"])} for entry in entries]
-    return [{"params": entries}]
+def check_settings(settings: dict[str, Any], group: str = "") -> None:
+    """Raise ConfigError unless all settings are numbers from 0 up to, but not at, their limits.
+
+    group: where they stand, for the message: "params[1]".
+    """
+    for key, value in settings.items():
+        name = f"{group}[{key!r}]" if group else key
+        if key != "betas":
+            _check_range(name, value, LIMITS[key])
+            continue
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            rule = "it must be two numbers, for the mean of gradients and of their squares"
+            raise ConfigError(explain(name, value, rule, "Pass (0.9, 0.999), for example"))
+        for i, beta in enumerate(value):
+            _check_range(f"{name}[{i}]", beta, LIMITS[key])
+
+
+def _check_range(name: str, value: Any, high: float) -> None:
+    """Raise ConfigError unless value is a number with 0 <= value < high."""
+    if not isinstance(value, Real) or not 0 <= float(value) < high:
+        rule = f"it must be a number in [0, {high:g})"
+        raise ConfigError(explain(name, value, rule, "Choose one in this range"))
+
+
+def _as_groups(params: Any, settings: dict[str, Any]) -> list[Group]:
+    """Return what was passed as groups, each with the settings that it states itself."""
+    if isinstance(params, dict):
+        rule = "groups must come in a list"
+        raise ConfigError(explain("params", list(params), rule, "Pass [group], or parameters"))
+    entries = params
+    if isinstance(params, Iterable) and not isinstance(params, Tensor):
+        entries = list(params)
+    if isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries):
+        groups = [_as_group(entry, f"params[{i}]", settings) for i, entry in enumerate(entries)]
+    else:
+        groups = [{"params": tensors_of(entries)}]
+    members = [param for group in groups for param in group["params"]]
+    if not members:
+        rule = "there must be parameters, or there is nothing to optimise"
+        raise ConfigError(explain("params", [], rule, "Pass module.parameters()"))
+    for param in members:
+        if not param.is_leaf:
+            rule = "a parameter must be a leaf, not the result of an operation"
+            fix = "Pass the tensor that was made with requires_grad=True"
+            raise ConfigError(explain("params", f"tensor of shape {param.shape}", rule, fix))
+    return groups
+
+
+def _as_group(entry: Any, name: str, settings: dict[str, Any]) -> Group:
+    """Return a group that was passed, with a list of parameters; checks what it states."""
+    if not isinstance(entry, dict):
+        rule = "where one entry is a dict, all of them must be"
+        fix = 'Pass {"params": [parameter]}'
+        raise ConfigError(explain(name, type(entry).__name__, rule, fix))
+    known = ["params", *settings]
+    unknown = [key for key in entry if key not in known]
+    if unknown or "params" not in entry:
+        rule = f"a group must have params, and may have {', '.join(settings)}; nothing else"
+        fix = f"Leave out {unknown[0]!r}, or correct it" if unknown else "Add params"
+        raise ConfigError(explain(f"keys of {name}", list(entry), rule, fix))
+    own = {key: value for key, value in entry.items() if key != "params"}
+    check_settings(own, name)
+    params = entry["params"]
+    members = [params] if isinstance(params, Tensor) else tensors_of(params, f"{name}['params']")
+    return {"params": members, **own}
 
 
 def _by_decay(
-    entry: dict[str, Any], weight_decay: float, decay_all: bool
+    entry: Group, weight_decay: float, decay_all: bool
 ) -> list[tuple[float, list[Tensor]]]:
     """Split the parameters of one group into those that decay and those that do not."""
-    params = cast(list[Tensor], entry["params"])
+    params: list[Tensor] = entry["params"]
     if decay_all or "weight_decay" in entry or weight_decay == 0.0:
         return [(entry.get("weight_decay", weight_decay), params)]
     split: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -188,7 +259,7 @@ def _global_ndim(param: Tensor) -> int:
 def _names(params: list[Tensor]) -> dict[int, str]:
     """Return id -> key of each parameter: its spec's name, or its number if names are no keys."""
     if len({id(param) for param in params}) != len(params):
-        rule = "a parameter belongs to one group, once"
+        rule = "a parameter must belong to one group, once"
         raise ConfigError(explain("params", len(params), rule, "Pass each parameter once"))
     names = [param.spec.name if hasattr(param, "spec") else "" for param in params]
     if "" in names or len(set(names)) != len(names):

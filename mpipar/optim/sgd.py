@@ -11,14 +11,17 @@ rate multiplies the whole velocity, so changing it acts at once.
 from collections.abc import Iterable
 from typing import Any
 
-from mpipar.arrays import Array
+from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd import Tensor
 from mpipar.kernels.sgd import sgd_step
-from mpipar.optim.optimizer import Group, Optimizer, check_range
+from mpipar.optim.optimizer import Group, Optimizer
 
 
 class SGD(Optimizer):
-    """Gradient descent with optional momentum and (coupled) weight decay."""
+    """Gradient descent with optional momentum and (coupled) weight decay.
+
+    A group may state its own lr, momentum and weight_decay.
+    """
 
     def __init__(
         self,
@@ -29,21 +32,20 @@ class SGD(Optimizer):
         decay_all: bool = False,
     ) -> None:
         """Take parameters or groups (see Optimizer); raises ConfigError for values out of range."""
-        check_range("momentum", momentum, 0.0)
-        self.momentum = momentum
-        self.slots = ("momentum",) if momentum else ()
-        super().__init__(params, lr, weight_decay, decay_all)
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, settings, decay_all)
+
+    def slots_of(self, group: Group) -> tuple[str, ...]:
+        """Return "momentum" for a group that has some."""
+        return ("momentum",) if group["momentum"] else ()
 
     def update(
         self, value: Array, grad: Array, state: dict[str, Array], group: Group, grad_scale: float
     ) -> None:
         """Take one step for one parameter, in place."""
-        sgd_step(
-            value,
-            grad,
-            state.get("momentum"),
-            group["lr"],
-            self.momentum,
-            group["weight_decay"],
-            grad_scale,
-        )
+        momentum = group["momentum"]
+        if momentum and "momentum" not in state:  # it was 0 at first
+            xp = module_of(value)
+            state["momentum"] = xp.zeros(value.shape, compute_dtype(value.dtype))
+        velocity, decay = state.get("momentum"), group["weight_decay"]
+        sgd_step(value, grad, velocity, group["lr"], momentum, decay, grad_scale)

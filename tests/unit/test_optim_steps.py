@@ -5,7 +5,7 @@ import pytest
 
 from mpipar.arrays import dtype as as_dtype
 from mpipar.errors import ConfigError
-from mpipar.nn import Parameter, Spec
+from mpipar.nn import Linear, Parameter, Spec
 from mpipar.optim import SGD, Adam, AdamW
 
 STEPS = 5
@@ -116,6 +116,47 @@ def test_groups_state_their_own_rate_and_decay():
     assert optimizer.lr == 0.5
     optimizer.lr = 0.25
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_groups_state_any_setting():
+    first, second = parameters()
+    optimizer = AdamW(
+        [
+            {"params": first, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+            {"params": iter([second]), "lr": 0.02},
+        ],
+        0.01,
+    )
+    train(optimizer, [first, second])
+    check([first], adam(0.01, (0.8, 0.95), 1e-6, 0.1, True))
+    expected = formula(1, second.shape, adam(0.02, (0.9, 0.999), 1e-8, 0.0, True))
+    np.testing.assert_allclose(second.data, expected, rtol=1e-14)
+
+    first, second = parameters()
+    optimizer = SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], 0.1)
+    assert sorted(optimizer.state_dict()) == ["b.step", "w.momentum", "w.step"]
+    train(optimizer, [first, second])
+    check([first], sgd(0.1, 0.9, 0.0))
+    np.testing.assert_allclose(second.data, formula(1, second.shape, sgd(0.1, 0.0, 0.0)))
+
+
+def test_settings_of_a_group_may_change_later():
+    params, others = parameters(), parameters()
+    optimizer, other = SGD(params, 0.1), SGD(others, 0.1, momentum=0.9)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    train(optimizer, params)
+    train(other, others)
+    for param, expected in zip(params, others, strict=True):
+        np.testing.assert_array_equal(param.data, expected.data)
+
+
+def test_an_optimiser_shows_its_groups():
+    assert repr(AdamW(parameters(), 0.01)) == (
+        "AdamW(\n"
+        "  group 0: 1 parameter, lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01\n"
+        "  group 1: 1 parameter, lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0\n"
+        ")"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -234,6 +275,9 @@ def test_state_that_does_not_fit_is_refused():
         ({"betas": (0.9, -0.1)}, r"betas\[1\]"),
         ({"eps": -1.0}, "eps"),
         ({"lr": float("nan")}, "lr"),
+        ({"lr": "0.1"}, "lr='0.1': it must be a number"),
+        ({"betas": 0.9}, "betas=0.9: it must be two numbers"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\): it must be two numbers"),
     ],
 )
 def test_values_out_of_range_are_refused(arguments, name):
@@ -247,3 +291,33 @@ def test_no_parameters_or_one_twice_is_refused():
     param = parameters()[0]
     with pytest.raises(ConfigError, match="once"):
         SGD([param, param], 0.1)
+
+
+LAYER = Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (LAYER, r"params='Linear': .* Pass module\.parameters\(\)"),
+        (LAYER.named_parameters(), r"params\[0\]='tuple': .* instead of named_parameters\(\)"),
+        ([np.ones(3)], r"params\[0\]='ndarray': .*mp\.nn\.Parameter\(array\)"),
+        ([LAYER.weight, 3.0], r"params\[1\]='float': it must be a Tensor"),
+        (LAYER.weight, r"params='Parameter': .* Pass a list: \[tensor\]"),
+        ([LAYER.weight * 2], "must be a leaf"),
+        (3, "params='int': it must be an iterable"),
+        ([[LAYER.weight]], r"params\[0\]='list'"),
+        ({"params": [LAYER.weight]}, r"params=\['params'\]: groups must come in a list"),
+        ([{"params": [LAYER.weight]}, LAYER.bias], r"params\[1\]='Parameter': .*all of them"),
+        ([{"params": LAYER}], r"params\[0\]\['params'\]='Linear': it must be an iterable"),
+        ([{"params": [LAYER.weight], "beta": 1}], r"keys of params\[0\]=.*lr, betas, .*'beta'"),
+        ([{"params": [LAYER.weight], "momentum": 0.9}], "Leave out 'momentum'"),
+        ([{"lr": 0.1}], "Add params"),
+        ([{"params": []}], "nothing to optimise"),
+        ([{"params": [LAYER.weight], "lr": -1.0}], r"params\[0\]\['lr'\]=-1"),
+        ([{"params": [LAYER.weight], "betas": (0.9, 1)}], r"params\[0\]\['betas'\]\[1\]=1"),
+    ],
+)
+def test_what_is_no_list_of_parameters_is_refused_with_the_fix(params, message):
+    with pytest.raises(ConfigError, match=message):
+        AdamW(params)
