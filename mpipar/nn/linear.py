@@ -59,3 +59,8 @@ def check_size(name: str, value: int) -> None:
 def join(prefix: str, name: str) -> str:
     """Return the global name of a layer's parameter."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def is_named(name: str) -> bool:
+    """Say whether a parameter's global name is its own: those of unnamed layers are all alike."""
+    return name not in ("", "weight", "bias")

@@ -7,7 +7,8 @@ same name) is taken from the lowest of them.
     weight sharded over tp, 2 ranks        replicated bias        stages 0 and 1 of a pipeline
     |g|^2 = |g0|^2 + |g1|^2 (all_reduce)   |g|^2 here             joined by one all_gather over pp
 
-Cost: one all_reduce of one number a parameter for each set of sharded axes.
+Cost: one all_reduce of one number a parameter for each set of sharded axes.  Without a mesh nothing
+is sent: every parameter counts as it lies on this rank.
 """
 
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ import numpy as np
 from mpipar import rng
 from mpipar.arrays import Array, is_sixteen_bit, module_of
 from mpipar.errors import ConfigError, explain
+from mpipar.nn.linear import is_named
+from mpipar.nn.module import tensors_of
 from mpipar.nn.spec import Partial
 from mpipar.parallel.mesh import Mesh
 
@@ -25,7 +28,7 @@ BLOCK = 1 << 16  # elements squared at a time: the float64 copies stay in cache
 
 
 def clip_grad_norm(
-    params: Iterable[Any], max_norm: float | None, mesh: Mesh, eps: float = 1e-6
+    params: Iterable[Any], max_norm: float | None, mesh: Mesh | None = None, eps: float = 1e-6
 ) -> float:
     """Scale all gradients in place so that their global norm is at most max_norm; return the norm.
 
@@ -34,12 +37,16 @@ def clip_grad_norm(
     max_norm / (norm + eps) where that is below 1.  max_norm=None only measures.  Gradients whose
     norm is not finite are left as they are: look at the result.
 
-    Raises ConfigError for a negative max_norm, or a parameter whose spec says Partial on some axis
-    (its gradient is not summed yet).
+    mesh=None: for a model that every rank holds whole, and for one process.  No rank asks another:
+    the norm is that of the gradients here, equal on all ranks if these are.
+
+    Raises ConfigError for a negative max_norm, a parameter whose spec says Partial on some axis
+    (its gradient is not summed yet), and without a mesh for one of which this rank holds a part.
     """
     if max_norm is not None and not max_norm >= 0:
-        raise ConfigError(explain("max_norm", max_norm, "a norm is not negative", "Pass >= 0"))
-    distinct = list({id(param): param for param in params}.values())
+        rule = "it must not be negative, as no norm is"
+        raise ConfigError(explain("max_norm", max_norm, rule, "Pass >= 0, or None to measure"))
+    distinct = list({id(param): param for param in tensors_of(params)}.values())
     names, squares = squared_norms(distinct, mesh)
     norm = float(np.sqrt(_sum_once(names, squares, mesh)))
     if max_norm is not None and np.isfinite(norm):
@@ -51,7 +58,7 @@ def clip_grad_norm(
     return norm
 
 
-def squared_norms(params: list[Any], mesh: Mesh) -> tuple[list[str], np.ndarray]:
+def squared_norms(params: list[Any], mesh: Mesh | None) -> tuple[list[str], np.ndarray]:
     """Return the global names, and the squared norm of each whole gradient (float64)."""
     names = []
     squares = np.zeros(len(params), np.float64)
@@ -64,17 +71,21 @@ def squared_norms(params: list[Any], mesh: Mesh) -> tuple[list[str], np.ndarray]
         if spec is None:
             continue
         _refuse_partial(spec)
+        if mesh is None:
+            _refuse_part(spec)
+            continue
         axes = tuple(sorted(axis for axis in spec.sharded_axes if mesh.axis_size(axis) > 1))
         if axes:
             sharded.setdefault(axes, []).append(i)
     for axes in sorted(sharded):  # one order for all ranks of a stage
+        assert mesh is not None
         squares[sharded[axes]] = mesh.group(*axes).all_reduce(squares[sharded[axes]])
     return names, squares
 
 
-def _sum_once(names: list[str], squares: np.ndarray, mesh: Mesh) -> float:
+def _sum_once(names: list[str], squares: np.ndarray, mesh: Mesh | None) -> float:
     """Return the sum over all parameters of all pipeline stages, those of one name once."""
-    if mesh.pp.size == 1:
+    if mesh is None or mesh.pp.size == 1:
         return float(squares.sum())
     table = np.empty((len(names), 2), np.int64)  # (hash of the name, bits of the square)
     for i, name in enumerate(names):
@@ -87,7 +98,7 @@ def _sum_once(names: list[str], squares: np.ndarray, mesh: Mesh) -> float:
 
 def _identity(name: str, index: int, stage: int) -> int:
     """Return 64 bits that are equal for equal names; a parameter without a name is its own."""
-    return rng.key(0, name) if name else rng.key(1, stage, index)
+    return rng.key(0, name) if is_named(name) else rng.key(1, stage, index)
 
 
 def _sum_of_squares(grad: Array) -> float:
@@ -112,5 +123,13 @@ def _refuse_partial(spec: Any) -> None:
     """Raise ConfigError for a gradient that is still a sum of terms on several ranks."""
     for axis, how in spec.placements.items():
         if isinstance(how, Partial):
-            rule = f"{spec.name} is Partial over {axis}: its gradient is a term of a sum"
+            rule = f"gradients must be summed, but {spec.name} is Partial over {axis}: it is a term"
             raise ConfigError(explain("params", spec.name, rule, f"Sum it over {axis} first"))
+
+
+def _refuse_part(spec: Any) -> None:
+    """Raise ConfigError for a parameter of which this rank holds a part only."""
+    if spec.local_shape != spec.shape:
+        axes = ", ".join(spec.sharded_axes)
+        rule = f"without a mesh all parameters must be whole, but {spec.name} is cut over {axes}"
+        raise ConfigError(explain("mesh", None, rule, "Pass the mesh"))

@@ -227,6 +227,30 @@ def test_stages_of_a_pipeline_are_joined_and_tied_parameters_count_once(
         assert len(set(raw.allgather(norm))) == 1
 
 
+def test_parameters_of_unnamed_layers_all_count(raw: MPI.Intracomm) -> None:
+    """Their specs are called "weight" on every stage, though they are not the same."""
+    with Mesh(raw, pp=raw.size) as mesh:
+        own = [Linear(2, 3).weight for _ in range(2)]
+        for param in own:
+            param.grad = np.ones(param.shape)
+        norm = clip_grad_norm(own, None, mesh)
+        np.testing.assert_allclose(norm, np.sqrt(12 * raw.size), rtol=1e-12)
+
+
+def test_without_a_mesh_nothing_is_sent(raw: MPI.Intracomm) -> None:
+    param = Parameter(np.zeros(2))
+    if raw.rank == 0:  # alone
+        param.grad = np.array([3.0, 4.0])
+        assert clip_grad_norm([param], 1.0) == 5.0
+        np.testing.assert_allclose(param.grad, [0.6, 0.8], rtol=1e-5)
+    spec = Spec.replicated("w", (4, 2))
+    assert clip_grad_norm([Parameter(np.zeros((4, 2)), spec.shard("tp", 0, 0, 1))], 1.0) == 0.0
+    with pytest.raises(ConfigError, match="w is cut over tp"):
+        clip_grad_norm([Parameter(np.zeros((2, 2)), spec.shard("tp", 0, 0, 2))], 1.0)
+    with pytest.raises(ConfigError, match=r"instead of named_parameters"):
+        clip_grad_norm(Linear(2, 3).named_parameters(), 1.0)
+
+
 def test_float32_squares_are_summed_in_float64(raw: MPI.Intracomm) -> None:
     with Mesh(raw) as mesh:
         param = Parameter(np.zeros(300_001, np.float32))
