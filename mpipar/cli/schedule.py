@@ -1,9 +1,10 @@
-"""`mpipar schedule`: look at the collective algorithms, prove them, and see what they would cost.
+"""`mpipar schedule`: look at collective algorithms and pipelines, prove them, see what they cost.
 
     mpipar schedule show all_reduce/ring -p 4
     mpipar schedule verify all -p 1..64
     mpipar schedule simulate all_reduce -p 1024 --bytes 64MiB --nodes 8
     mpipar schedule draw all_reduce/ring -p 4 --svg ring.svg
+    mpipar schedule show 1f1b -p 4 -m 8
 
 None of them needs MPI.
 """
@@ -15,21 +16,26 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from mpipar.cli import pipelines
+from mpipar.cli.files import write
 from mpipar.errors import ConfigError, ScheduleError, explain
 from mpipar.schedule import CommSchedule, algorithms, draw, generators, make, segment, simulate
 from mpipar.schedule.draw_timeline import seconds
 from mpipar.schedule.network import CLUSTER, Network, bus_bandwidth
+from mpipar.schedule.pipeline import PIPELINES
 from mpipar.schedule.simulate import Result
 
 Name = Annotated[str, Positional]
+Microbatches = Annotated[int, arg(aliases=["-m"])]
 
 
 @dataclass(frozen=True)
 class Show:
-    """Show who sends which chunk to whom, round by round."""
+    """Show who sends which chunk to whom, round by round; of a pipeline, who runs what when."""
 
     name: Name
-    """all_reduce/ring, or all_reduce for all its algorithms."""
+    """all_reduce/ring, or all_reduce for all its algorithms; 1f1b, or pipeline for all pipeline
+    schedules, or a CSV file of one."""
     ranks: Annotated[int, arg(aliases=["-p"])] = 4
     """Ranks of the group."""
     svg: Path | None = None
@@ -42,6 +48,12 @@ class Show:
     """Distance of a shift."""
     nodes: str | None = None
     """Ranks of each node, for hierarchical algorithms: 2,2, or 8 for as many on every node."""
+    microbatches: Microbatches = 8
+    """Micro-batches of a pipeline."""
+    chunks: int | None = None
+    """Stages of a pipeline on each rank, for interleaved; 2 if not given."""
+    csv: Path | None = None
+    """Write the pipeline's schedule to this file."""
     width: int = 96
     """Longest line of the picture, in characters."""
 
@@ -52,9 +64,14 @@ class Verify:
     and the result is exactly the collective's.  Exit code 1 if one is not."""
 
     name: Name = "all"
-    """all_reduce/ring, all_reduce for all its algorithms, or all."""
+    """all_reduce/ring, all_reduce for all its algorithms, or all of all collectives; 1f1b, or
+    pipeline for all pipeline schedules, or a CSV file of one."""
     ranks: Annotated[str, arg(aliases=["-p"])] = "1..16"
     """Ranks of the group: 8, or 1..64, or 1..8,16,32."""
+    microbatches: Annotated[str, arg(aliases=["-m"])] = "1..8,16"
+    """Micro-batches of a pipeline, as ranks are given."""
+    chunks: int | None = None
+    """Stages of a pipeline on each rank, for interleaved; 1, 2 and 3 if not given."""
     jobs: int | None = None
     """Processes to share the work; the available cores if not given."""
 
@@ -62,7 +79,8 @@ class Verify:
 @dataclass(frozen=True)
 class _Simulated:
     name: Name
-    """all_reduce/ring, or all_reduce for all its algorithms."""
+    """all_reduce/ring, or all_reduce for all its algorithms; 1f1b, or pipeline for all pipeline
+    schedules, or a CSV file of one."""
     ranks: Annotated[int, arg(aliases=["-p"])] = 4
     """Ranks of the group."""
     bytes: str = "64MiB"
@@ -88,16 +106,29 @@ class _Simulated:
     """Seconds a byte inside a node."""
     shared: bool = False
     """The ranks of a node share one link to the other nodes."""
+    microbatches: Microbatches = 8
+    """Micro-batches of a pipeline."""
+    chunks: int | None = None
+    """Stages of a pipeline on each rank, for interleaved; 2 if not given."""
+    forward: float = 1.0
+    """Seconds that a pipeline's rank needs for the forward pass of a micro-batch."""
+    backward: float = 1.0
+    """Seconds for the gradient of its input."""
+    weight: float = 1.0
+    """Seconds for the gradients of its weights."""
+    send: float = 0.0
+    """Seconds that a message between stages is on its way."""
 
 
 @dataclass(frozen=True)
 class Simulate(_Simulated):
-    """Say what algorithms cost on a network of two levels (alpha-beta-gamma model)."""
+    """Say what algorithms cost on a network of two levels (alpha-beta-gamma model), or how long a
+    pipeline takes and how long its ranks are idle."""
 
 
 @dataclass(frozen=True)
 class Draw(_Simulated):
-    """Draw when each rank sends, receives and adds, in simulated time."""
+    """Draw when each rank sends, receives and adds, or runs what, in simulated time."""
 
     svg: Path | None = None
     """Write the chart to this file."""
@@ -110,6 +141,8 @@ Config = Show | Verify | Simulate | Draw
 
 def run(config: Config) -> int:
     """Run one of the subcommands; return the exit code."""
+    if pipelines.is_pipeline(config.name):
+        return _run_pipeline(config)
     match config:
         case Show():
             return _show(config)
@@ -123,6 +156,20 @@ def run(config: Config) -> int:
             return _simulate(config)
 
 
+def _run_pipeline(config: Config) -> int:
+    if isinstance(config, Verify):
+        microbatches = rank_counts(config.microbatches, "microbatches")
+        ranks = rank_counts(config.ranks)
+        return pipelines.prove(config.name, ranks, microbatches, config.chunks)
+    sizes = config.name, config.ranks, config.microbatches, config.chunks
+    if isinstance(config, Show):
+        return pipelines.show(*sizes, config.width, config.svg, config.csv)
+    times = pipelines.Times(config.forward, config.backward, config.weight, config.send)
+    if isinstance(config, Draw):
+        return pipelines.chart(*sizes, times, config.width, config.svg)
+    return pipelines.cost(*sizes, times)
+
+
 def names(name: str) -> list[tuple[str, str]]:
     """Return (collective, algorithm) of all that `name` names.
 
@@ -131,6 +178,9 @@ def names(name: str) -> list[tuple[str, str]]:
     if name == "all":
         return [(c, algorithm) for c in generators for algorithm in algorithms(c, shared=True)]
     collective, _, algorithm = name.partition("/")
+    if collective not in generators:
+        kinds = f"the collectives are {', '.join(generators)}; the pipelines {', '.join(PIPELINES)}"
+        raise ConfigError(explain("collective", collective, kinds, "Choose one of them"))
     known = algorithms(collective, shared=True)
     if not algorithm:
         return [(collective, one) for one in known]
@@ -140,15 +190,15 @@ def names(name: str) -> list[tuple[str, str]]:
     return [(collective, algorithm)]
 
 
-def rank_counts(text: str) -> list[int]:
+def rank_counts(text: str, what: str = "ranks") -> list[int]:
     """Return the rank counts that `8`, `1..64` or `1..8,16,32` names; ConfigError for others."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last:
-            rule = "rank counts are numbers from 1 up, or ranges of them"
-            raise ConfigError(explain("ranks", text, rule, "Say 8, or 1..64, or 1..8,16,32"))
+            rule = "they are numbers from 1 up, or ranges of them"
+            raise ConfigError(explain(what, text, rule, "Say 8, or 1..64, or 1..8,16,32"))
         counts += range(first, last + 1)
     return counts
 
@@ -194,7 +244,7 @@ def _show(config: Show) -> int:
     nodes = node_sizes(config.nodes, config.ranks)
     if config.svg is not None:
         collective, algorithm = _only(chosen)
-        _write(config.svg, draw(_schedule(config, collective, algorithm, nodes), "svg"))
+        write(config.svg, draw(_schedule(config, collective, algorithm, nodes), "svg"), "svg")
         return 0
     for number, (collective, algorithm) in enumerate(chosen):
         print("\n" * (number > 0) + generators[collective][algorithm].about)
@@ -272,7 +322,7 @@ def _draw(config: Draw) -> int:
     if config.svg is None:
         print(f"{title}\n\n{draw(result.timeline, width=config.width)}")
     else:
-        _write(config.svg, draw(result.timeline, "svg", title=title))
+        write(config.svg, draw(result.timeline, "svg", title=title), "svg")
     return 0
 
 
@@ -282,12 +332,3 @@ def _only(chosen: list[tuple[str, str]]) -> tuple[str, str]:
         rule = "one picture shows one algorithm"
         raise ConfigError(explain("name", collective, rule, f"Say {collective}/{algorithm}"))
     return chosen[0]
-
-
-def _write(path: Path, words: str) -> None:
-    try:
-        path.write_text(words, encoding="utf-8")
-    except OSError as error:
-        rule = f"the file cannot be written: {error.strerror}"
-        raise ConfigError(explain("svg", str(path), rule, "Name another file")) from None
-    print(f"wrote {path}")

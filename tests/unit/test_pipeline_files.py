@@ -120,7 +120,8 @@ slot    7   8   9
 rank 0  2B1 0B0 0B1
 rank 1  1B0 1B1
 
-idle 20.0 % of the slots; most activations held, by rank: 4 3"""
+idle 20.0 % of the slots; most
+activations held, by rank: 4 3"""
 
 
 def test_text_picture() -> None:

@@ -106,7 +106,7 @@ def marked(schedule: PipelineSchedule, cells: list[Cell]) -> str:
     middle = min((place for _, place in cells), default=0)
     width = 2 + max(len(str(action)) for row in schedule.actions for action in row)
     margin = len(f"rank {shown[-1]} |")
-    columns = max(2 * BEFORE + 1, (WIDTH - margin) // (width + 1))
+    columns = max(BEFORE + 1, (WIDTH - margin) // (width + 1))
     lines = []
     for rank in shown:
         row = schedule.actions[rank]
