@@ -55,6 +55,7 @@ def test_csv_of_other_programs() -> None:
     [
         ("", ["it has no actions"]),
         ("\n , ,\n", ["it has no actions"]),
+        ("0F0," + 200_000 * "x", ["it is no table: field larger"]),
         (CSV.replace("1B0", "1Q0"), ["bad.csv, row 2, column 3: action='1Q0'", "2F0, 1B3 or 0W1"]),
         (CSV.replace("1B0", "0x3"), ["row 2, column 3"]),
         ("0F0,0B0\n2F0,2B0\n", ["stage 1 has no action, but stage 2 has"]),

@@ -143,7 +143,7 @@ def test_idle_share_of_zero_bubble(p: int, m: int) -> None:
 
 
 def test_activations_held() -> None:
-    for p, m in sizes(6, 14):
+    for p, m in sizes(5, 11):
         assert peak_live(make("gpipe", p, m)) == (m,) * p
         assert peak_live(make("1f1b", p, m)) == tuple(min(p - r, m) for r in range(p))
         assert max(peak_live(make("zb1p", p, m))) == min(p, m)
@@ -155,7 +155,7 @@ def test_activations_held() -> None:
 
 
 def test_every_size_is_right() -> None:
-    for p, m in sizes(5, 11):
+    for p, m in sizes(4, 9):
         for name in pipelines():
             for v in (1, 2, 3) if name == "interleaved" else (None,):
                 schedule = make(name, p, m, v)

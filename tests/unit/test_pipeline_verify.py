@@ -47,7 +47,7 @@ def mutants(schedule: PipelineSchedule) -> Iterator[tuple[str, PipelineSchedule]
 
 
 SMALL = [(name, p, m) for name in pipelines() for p, m in ((1, 2), (2, 3), (3, 2))]
-LARGER = [("1f1b", 4, 8), ("zb1p", 3, 7), ("interleaved", 2, 5)]
+LARGER = [("1f1b", 4, 6), ("zb1p", 3, 5), ("interleaved", 2, 5)]
 
 
 def accepted(schedule: PipelineSchedule) -> str:

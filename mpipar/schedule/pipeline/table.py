@@ -44,9 +44,13 @@ def from_csv(text: str, name: str = "csv") -> PipelineSchedule:
     micro-batches likewise.  Empty rows are left out.
 
     Raises ScheduleError for a cell that is no action, naming its row and column, for a stage
-    without any action, and for a text without actions.
+    without any action, and for a text without actions or that is no CSV.
     """
-    table = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
+    try:
+        table = [row for row in csv.reader(io.StringIO(text)) if any(map(str.strip, row))]
+    except csv.Error as error:
+        rule = f"it is no table: {error}"
+        raise ScheduleError(explain("schedule", name, rule, "Name a CSV file")) from None
     rows = without_i([_read(name, number, row) for number, row in enumerate(table)])
     everything = [action for row in rows for action in row]
     if not everything:
