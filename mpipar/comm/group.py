@@ -26,6 +26,7 @@ from mpipar.comm.persistent import Persistent
 from mpipar.comm.plan import compile_plan
 from mpipar.comm.prepare import Prepared, dividing, fold_of, layout_of
 from mpipar.comm.run import Execution, Requests, ScratchPool
+from mpipar.comm.shared_memory import Windows
 from mpipar.comm.small import Key, SmallReduce
 from mpipar.errors import ConfigError, DestroyedError, explain
 
@@ -66,9 +67,10 @@ class ProcessGroup:
         self.seconds = 0.0
         self.sequence = 0
         self.destroyed = False
-        self._pool = ScratchPool()
+        self.pool = ScratchPool()
         self._prepared: dict[Call, Prepared] = {}
         self.small: dict[Key, SmallReduce] = {}
+        self.windows = Windows(self)
 
     @staticmethod
     def _validate(algorithm: str, timeout: float, segment_bytes: int | None) -> None:
@@ -96,6 +98,7 @@ class ProcessGroup:
         """Free everything of MPI; collective; a second call does nothing."""
         if self.destroyed:
             return
+        self.windows.close()
         self.destroyed = True
         self.flight.close()
         while self._prepared:
@@ -162,7 +165,7 @@ class ProcessGroup:
             tag,
             prepared.fold,
             prepared.divisor,
-            self._pool,
+            self.pool,
             self.flight,
             finish,
         )

@@ -46,11 +46,26 @@ def arrange(keys: list[int], rank: int) -> Nodes:
 
 def discover(comm: MPI.Comm) -> Nodes:
     """Find the node layout of `comm`; collective."""
-    fake = os.environ.get("MPIPAR_FAKE_NODES")
-    key = int(fake.split(",")[MPI.COMM_WORLD.rank]) if fake else _host_key()
+    pretended = _pretended()
+    key = _host_key() if pretended is None else pretended
     keys = np.empty(comm.size, np.int64)
     comm.Allgather([np.array([key], np.int64), 1, MPI.INT64_T], [keys, 1, MPI.INT64_T])
     return arrange(keys.tolist(), comm.rank)
+
+
+def share(comm: MPI.Intracomm) -> tuple[MPI.Intracomm, Nodes]:
+    """Return the ranks of `comm` that can share memory with this one, and that layout; collective.
+
+    The library knows better than the host's name who can: containers on one host may not.
+    """
+    local = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+    pretended = _pretended()
+    if pretended is not None:
+        smaller = MPI.Intracomm(local.Split(pretended, key=comm.rank))
+        local.Free()
+        local = smaller
+    firsts: list[int] = comm.allgather(local.allreduce(comm.rank, MPI.MIN))
+    return local, arrange(firsts, comm.rank)
 
 
 def world_ranks(raw: MPI.Comm) -> tuple[int, ...]:
@@ -60,6 +75,11 @@ def world_ranks(raw: MPI.Comm) -> tuple[int, ...]:
     group.Free()
     world.Free()
     return tuple(ranks)
+
+
+def _pretended() -> int | None:
+    fake = os.environ.get("MPIPAR_FAKE_NODES")
+    return int(fake.split(",")[MPI.COMM_WORLD.rank]) if fake else None
 
 
 def _host_key() -> int:

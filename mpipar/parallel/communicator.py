@@ -20,6 +20,7 @@ from mpipar.comm import announce, collectives, messages, node
 from mpipar.comm.buffers import to_host
 from mpipar.comm.group import ProcessGroup
 from mpipar.comm.small import find
+from mpipar.comm.windows import Window
 from mpipar.errors import ConfigError, explain
 from mpipar.parallel import differentiable
 from mpipar.parallel.replicated import slice_of
@@ -320,6 +321,13 @@ class Communicator:
         """Return once every rank of the group has called it."""
         collectives.barrier(self.process_group, None)
 
+    def window(self, n: int, dtype: Any = "float32", slots: int = 2) -> Window:
+        """Make vectors of n elements in memory that the ranks of a node share; collective.
+
+        Their all_reduce leaves the result once in a node: see `mpipar.comm.windows`.
+        """
+        return Window(self.process_group, n, dtype, slots)
+
     # -- life ------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
@@ -377,14 +385,8 @@ class Communicator:
     def _array(self, x: Any, name: str) -> Any:
         if isinstance(x, Tensor):
             if x.requires_grad:
-                raise ConfigError(
-                    explain(
-                        "x",
-                        "a Tensor that requires grad",
-                        f"{name} is not differentiable",
-                        "Pass x.data, or use shift or all_to_all",
-                    )
-                )
+                rule, fix = f"{name} is not differentiable", "Use x.data, or shift or all_to_all"
+                raise ConfigError(explain("x", "a Tensor that requires grad", rule, fix))
             x = x.data
         return to_host(x) if is_device(x) else x
 

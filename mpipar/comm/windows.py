@@ -1,0 +1,263 @@
+"""All_reduce of buffers in memory that the ranks of a node share; the result lies once in a node.
+
+    rank 0's buffer  [a0 a1 a2 a3]      rank 2 reads the third block of all four, adds them in rank
+    rank 1's buffer  [b0 b1 b2 b3]      order and writes it once:
+    rank 2's buffer  [c0 c1 c2 c3]
+    rank 3's buffer  [d0 d1 d2 d3]      result  [.. .. a2+b2+c2+d2 ..]      read-only, for all four
+
+The schedule is all_reduce/window (mpipar/schedule/window.py): across several nodes, the ranks that
+own the same block exchange their sums by messages.  No byte is copied that need not be, and every
+sum is taken in rank order (of the node; then in the order of nodes).
+
+    with comm.window(1000, "float32") as window:
+        window.buffer[:] = gradient                 # in two slots by turns: a fast rank may fill
+        total = window.all_reduce("mean")           # the next one while slower ones still add
+
+The steps of a reduction are in window_reduction.py.  Where memory cannot be shared, the same is
+done by messages, and rank 0 says so once.
+
+Cost for n bytes, L ranks on a node: L n bytes read and n written, by all L ranks together.
+"""
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpipar.comm import collectives
+from mpipar.comm.calls import Call, check_op, describe
+from mpipar.comm.check import checking
+from mpipar.comm.flags import RELEASED
+from mpipar.comm.flight import Record, describe_groups
+from mpipar.comm.window_reduction import Reduction, Vectors, lay_out
+from mpipar.errors import ConfigError, DestroyedError, MismatchError, explain
+from mpipar.kernels.reduce import COMBINE
+
+if TYPE_CHECKING:
+    from mpipar.comm.group import ProcessGroup
+
+MOST_SLOTS = 2
+log = logging.getLogger("mpipar")
+_said: set[str] = set()
+
+
+class Window:
+    """A vector of n elements for each rank, in shared memory, and its reductions.
+
+    buffer [n]: what this rank contributes to the next reduction.
+    result [n]: the last finished reduction, read-only, one array for all ranks of the node.  It
+    stays as it is until this rank starts the reduction `slots` further on.
+
+    Each reduction takes the next of the `slots` buffers and results, so read `buffer` anew for
+    each; with slots=1 they are always the same arrays.  `shared` says that the memory is shared.
+    """
+
+    def __init__(
+        self, group: "ProcessGroup", n: int, dtype: Any = "float32", slots: int = 2
+    ) -> None:
+        """Collective over the group.
+
+        Raises ConfigError if an argument cannot work or /dev/shm is too small, MismatchError if
+        the ranks ask for different windows; on all ranks together.
+        """
+        self.n, self.dtype, self.slots = _agree(group, n, dtype, slots)
+        self._group = group
+        self._number = 0  # reductions started
+        self._handles: list[Reduction | _ByMessages | None] = [None] * self.slots
+        self._vectors, reason = self._share()
+        self.shared = self._vectors is not None
+        self._destroyed = False
+        if self._vectors is not None:
+            self._buffers = self._vectors.buffers[group.windows.team.nodes.local_rank]
+            results = self._vectors.results
+        else:
+            _say_once(group, reason)
+            self._buffers = [np.zeros(self.n, self.dtype) for _ in range(self.slots)]
+            results = self._private = [np.zeros(self.n, self.dtype) for _ in range(self.slots)]
+        self._results = [_read_only(result) for result in results]
+        group.windows.alive.append(self)
+
+    def _share(self) -> tuple[Vectors | None, str]:
+        """Return the shared vectors, or None and why there are none; equal on all ranks."""
+        group = self._group
+        if group.raw.allreduce(os.environ.get("MPIPAR_WINDOWS", "1") == "0"):
+            return None, "MPIPAR_WINDOWS=0"
+        if group.reproducible and group.windows.team.nodes.count > 1:
+            return None, "reproducible=True adds in rank order, not node by node"
+        vectors = lay_out(group, group.windows.team, self.n, self.dtype, self.slots)
+        return vectors, "the MPI library cannot share memory here"
+
+    # -- use -------------------------------------------------------------------------------------
+
+    @property
+    def buffer(self) -> np.ndarray:
+        """The array to fill for the next reduction.  Raises ConfigError while it is being read."""
+        return self._buffers[self._free_slot()]
+
+    @property
+    def result(self) -> np.ndarray:
+        """The result of the last finished reduction, read-only; zeros before the first."""
+        self._alive()
+        return self._results[self._finished % self.slots]
+
+    def all_reduce(self, op: str = "sum") -> np.ndarray:
+        """Reduce all ranks' buffers; return the result.  Collective; see `start`."""
+        return self.start(op).wait()
+
+    def start(self, op: str = "sum") -> "Reduction | _ByMessages":
+        """Start reducing all ranks' buffers; return a handle with `test()` and `wait()`.
+
+        Collective.  op: "sum", "mean", "max", "min" or "prod".
+        Raises ConfigError for another, or while the handle `slots` reductions back is unfinished;
+        DtypeMismatchError for the mean of integers.
+        """
+        slot, group = self._free_slot(), self._group
+        call = Call("all_reduce", "window", op, self.dtype, (self.n,))
+        with checking(group, "window.all_reduce") as agreed:
+            if not isinstance(op, str):
+                raise ConfigError(explain("op", op, "not a name", f"One of: {', '.join(COMBINE)}"))
+            check_op(call)
+            if agreed.wanted:
+                agreed.on(self.dtype, f"{self.n} elements, op={op}")
+        self._number += 1
+        result = self._results[slot]
+        if self._vectors is None:
+            out = self._private[slot]
+            by_messages = _ByMessages(group, self._buffers[slot], out, op, result)
+            self._handles[slot] = by_messages
+            return by_messages
+        group.sequence += 1
+        group.calls["all_reduce"] += 1
+        number, before = self._number, self._handles[(slot - 1) % self.slots]
+        assert not isinstance(before, _ByMessages)
+        handle = Reduction(group, self._vectors, call, number, self.slots, before, lambda: result)
+        self._handles[slot] = handle
+        group.flight.note(Record(group.sequence, describe(call, "window"), handle))
+        handle.begin()
+        return handle
+
+    def release(self) -> None:
+        """Say that this rank does not read the finished results any more, before the next start."""
+        self._alive()
+        if self._vectors is not None:
+            self._vectors.flags.set(RELEASED, self._finished)
+
+    def destroy(self) -> None:
+        """Give the memory back; collective; calling it twice is harmless.
+
+        Every array of this window is gone: using one afterwards crashes the process.
+        """
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self._group.windows.alive.remove(self)
+        for handle in self._handles:
+            if isinstance(handle, Reduction):
+                handle.abandon()
+        self._buffers, self._results, self._handles = [], [], []
+        vectors, self._vectors = self._vectors, None
+        if vectors is not None:
+            vectors.segment.free()
+
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:  # after an error the other ranks may never come to free it
+            self.destroy()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _alive(self) -> None:
+        if self._destroyed:
+            raise DestroyedError("this window was destroyed; make a new one with comm.window")
+
+    @property
+    def _finished(self) -> int:
+        """The number of the last finished reduction."""
+        number = self._number
+        while number > max(0, self._number - self.slots) and not self._handle(number).done:
+            number -= 1
+        return number
+
+    def _handle(self, number: int) -> "Reduction | _ByMessages":
+        handle = self._handles[number % self.slots]
+        assert handle is not None
+        return handle
+
+    def _free_slot(self) -> int:
+        """Return the slot of the next reduction, whose buffer nobody reads any more."""
+        self._alive()
+        before = self._number + 1 - self.slots
+        if before > 0 and not self._handle(before).done:
+            rule = f"reduction {before} of this window still reads it"
+            raise ConfigError(explain("buffer", before % self.slots, rule, "Wait for it first"))
+        return (self._number + 1) % self.slots
+
+
+class _ByMessages:
+    """The same reduction on private memory: added in rank order, as on one node."""
+
+    def __init__(
+        self,
+        group: "ProcessGroup",
+        buffer: np.ndarray,
+        out: np.ndarray,
+        op: str,
+        result: np.ndarray,
+    ) -> None:
+        self._result = result
+        self._handle = collectives.all_reduce(group, buffer, op, out, "direct", True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return self.test()
+
+    def test(self) -> bool:
+        """Advance without waiting; say whether the result is there."""
+        return bool(self._handle.test())
+
+    def wait(self) -> np.ndarray:
+        """Wait for the result and return it."""
+        self._handle.wait()
+        return self._result
+
+
+def _agree(group: "ProcessGroup", n: int, dtype: Any, slots: int) -> tuple[int, np.dtype, int]:
+    """Return the arguments, checked, and equal on all ranks."""
+    problem, wanted, kind = "", "", np.dtype("float32")
+    try:
+        kind = np.dtype(dtype)
+        wanted = f"{n} elements of {kind.name} in {slots} slots"
+    except TypeError:
+        problem = explain("dtype", dtype, "NumPy does not know it", 'Pass "float32"')
+    if not isinstance(n, int | np.integer) or n < 0:
+        problem = explain("n", n, "a number of elements is not negative", "Pass n >= 0")
+    elif kind.hasobject:
+        problem = explain("dtype", dtype, "objects cannot be shared", 'Pass "float32"')
+    elif not isinstance(slots, int) or not 1 <= slots <= MOST_SLOTS:
+        problem = explain("slots", slots, f"it is 1 to {MOST_SLOTS}", "Pass 2")
+    told: list[tuple[str, str]] = group.raw.allgather((problem, wanted))
+    for text, _ in told:
+        if text:
+            raise ConfigError(text)
+    if len({words for _, words in told}) > 1:
+        raise MismatchError(
+            f"the ranks of communicator {group.name!r} ask for different windows: "
+            + describe_groups({rank: words for rank, (_, words) in enumerate(told)})
+        )
+    return int(n), kind, slots
+
+
+def _say_once(group: "ProcessGroup", reason: str) -> None:
+    if group.rank == 0 and reason not in _said:
+        _said.add(reason)
+        log.warning("mpipar: windows use messages and private memory: %s", reason)
+
+
+def _read_only(result: np.ndarray) -> np.ndarray:
+    view = result.view()
+    view.flags.writeable = False
+    return view
