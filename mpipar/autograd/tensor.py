@@ -147,7 +147,8 @@ class Tensor(Declared):
     def __repr__(self) -> str:
         """Return the data and whether there is a gradient to come."""
         text = repr(self.data).removeprefix("array(").removesuffix(")")
-        return f"Tensor({text}{', requires_grad=True' if self.requires_grad else ''})"
+        wants = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}({text}{wants})"
 
     def __format__(self, spec: str) -> str:
         """Format a single element as a number."""

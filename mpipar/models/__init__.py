@@ -1,6 +1,8 @@
 """The model families, and `build`, which makes one from its config."""
 
-from mpipar.models.build import build as build
-from mpipar.models.config import ModelConfig as ModelConfig
-from mpipar.models.generate import generate as generate
-from mpipar.models.transformer import Transformer as Transformer
+from mpipar.models.build import build
+from mpipar.models.config import ModelConfig
+from mpipar.models.generate import generate
+from mpipar.models.transformer import Transformer
+
+__all__ = ["ModelConfig", "Transformer", "build", "generate"]

@@ -1,13 +1,28 @@
 """Layers, parameters, and the description of where a parameter's block lies."""
 
-from mpipar.nn.dropout import Dropout as Dropout
-from mpipar.nn.embedding import Embedding as Embedding
-from mpipar.nn.linear import Linear as Linear
-from mpipar.nn.module import Module as Module
-from mpipar.nn.module import Parameter as Parameter
-from mpipar.nn.norm import LayerNorm as LayerNorm
-from mpipar.nn.norm import RMSNorm as RMSNorm
-from mpipar.nn.spec import Partial as Partial
-from mpipar.nn.spec import Replicate as Replicate
-from mpipar.nn.spec import Shard as Shard
-from mpipar.nn.spec import Spec as Spec
+from mpipar.nn.activation import GELU, ReLU, SiLU
+from mpipar.nn.dropout import Dropout
+from mpipar.nn.embedding import Embedding
+from mpipar.nn.linear import Linear
+from mpipar.nn.module import Module, Parameter
+from mpipar.nn.norm import LayerNorm, RMSNorm
+from mpipar.nn.sequential import Sequential
+from mpipar.nn.spec import Partial, Replicate, Shard, Spec
+
+__all__ = [
+    "GELU",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "Module",
+    "Parameter",
+    "Partial",
+    "RMSNorm",
+    "ReLU",
+    "Replicate",
+    "Sequential",
+    "Shard",
+    "SiLU",
+    "Spec",
+]

@@ -57,6 +57,10 @@ class Dropout(Module):
         key = rng.key(self.seed, self.name, "dropout", *rng.moment())
         return F.dropout(x, self.p, key, row_index(x.shape, rng.position().row, positions))
 
+    def extra_repr(self) -> str:
+        """Return the probability."""
+        return f"p={self.p}"
+
 
 def row_index(shape: tuple[int, ...], row: int, positions: np.ndarray | None = None) -> np.ndarray:
     """Return a uint64 index for every element of an array whose first row is global row `row`."""

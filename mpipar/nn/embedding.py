@@ -31,7 +31,7 @@ class Embedding(Module):
         """Make the parameter f"{name}.weight"; raises ConfigError if a size is < 1."""
         check_size("num", num)
         check_size("dim", dim)
-        self.num = num
+        self.num, self.dim = num, dim
         spec = Spec.replicated(join(name, "weight"), (num, dim))
         self.weight = Parameter(init.draw(spec, init.seed_of(seed, name), std, dtype=dtype), spec)
 
@@ -43,6 +43,10 @@ class Embedding(Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return x W^T: x (..., dim) to (..., num)."""
         return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return f"num={self.num}, dim={self.dim}"
 
 
 def check_ids(what: str, ids: Array, num: int, ignore_index: int | None = None) -> None:

@@ -35,6 +35,7 @@ class Linear(Module):
         """Make the parameters f"{name}.weight" and f"{name}.bias"; ConfigError if a size is < 1."""
         check_size("in_features", in_features)
         check_size("out_features", out_features)
+        self.in_features, self.out_features = in_features, out_features
         seed = init.seed_of(seed, name)
         weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
         bound = in_features**-0.5 if std is None else None
@@ -48,6 +49,11 @@ class Linear(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in_features) to (..., out_features)."""
         return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"
 
 
 def check_size(name: str, value: int) -> None:

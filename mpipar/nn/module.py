@@ -7,6 +7,7 @@ counts once, under the first.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from mpipar.arrays import Array, module_of
@@ -116,10 +117,41 @@ class Module:
         for parameter in self.parameters():
             parameter.grad = None
 
+    def extra_repr(self) -> str:
+        """Return what `repr` shows of this module besides those below it; a subclass defines it."""
+        return ""
+
+    def __repr__(self) -> str:
+        """Return the tree of modules, neighbours in a list that look alike in one line."""
+        return _tree(self, ())
+
     def _members(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, Parameter or Module) of the attributes, containers opened."""
         for name, value in vars(self).items():
             yield from _open(name, value)
+
+
+def _tree(module: Module, above: tuple[Module, ...]) -> str:
+    """Return the text of a module and those below it; one that is `above` itself is cut short."""
+    head = f"{type(module).__name__}({module.extra_repr()}"
+    if module in above:
+        return f"{head}...)"
+    below = [(name, m) for name, m in module._members() if isinstance(m, Module)]
+    texts = [(name, _tree(m, (*above, module))) for name, m in below]
+    rows: list[str] = []
+    for (text, _), alike in groupby(texts, key=lambda row: (row[1], _stem(row[0]))):
+        first, *others = [name for name, _ in alike]
+        if others:
+            first += f"-{others[-1].rpartition('.')[2]}"
+            text = f"{len(others) + 1} x {text}"
+        rows += f"({first}): {text}".split("\n")
+    return "\n".join([head, *[f"  {row}" for row in rows], ")"]) if rows else f"{head})"
+
+
+def _stem(name: str) -> str:
+    """Return the name of the list that a module is in, or its own if it is in none."""
+    stem, _, last = name.rpartition(".")
+    return f"{stem}." if last.isdigit() else name
 
 
 def tensors_of(params: Any, what: str = "params") -> list[Tensor]:

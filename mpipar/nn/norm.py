@@ -32,6 +32,10 @@ class LayerNorm(Module):
         """Normalise x (..., dim)."""
         return F.layer_norm(x, self.weight, self.bias, self.eps)
 
+    def extra_repr(self) -> str:
+        """Return the size."""
+        return f"{self.weight.size}, eps={self.eps}"
+
 
 class RMSNorm(Module):
     """Divide the last dimension by its root mean square, then scale."""
@@ -47,6 +51,10 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., dim)."""
         return F.rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        """Return the size."""
+        return f"{self.weight.size}, eps={self.eps}"
 
 
 def _vector(value: float, dim: int, name: str, dtype: str) -> Parameter:

@@ -106,6 +106,10 @@ class ColumnParallelLinear(Module):
             return y
         return _restore_parts(gather_from(self.comm, y), self.parts, self.comm.size)
 
+    def extra_repr(self) -> str:
+        """Return the global sizes and the shape of this rank's weight."""
+        return _sizes(self)
+
 
 class RowParallelLinear(Module):
     """A linear layer that takes a block of the input features on each rank and adds the results.
@@ -176,6 +180,10 @@ class RowParallelLinear(Module):
         y = reduce_from(self.comm, self.local_forward(x))
         return y if self.bias is None else y + self.bias
 
+    def extra_repr(self) -> str:
+        """Return the global sizes and the shape of this rank's weight."""
+        return _sizes(self)
+
 
 class TensorParallel:
     """Products of replicated matrices, computed in blocks of columns by the ranks of a group."""
@@ -202,6 +210,11 @@ class TensorParallel:
         if not isinstance(a, Tensor) and not isinstance(block, Tensor):
             y = y.data
         return gather_from(self.comm, y, -1, partition.blocks(w.shape[0], self.comm.size))
+
+
+def _sizes(layer: ColumnParallelLinear | RowParallelLinear) -> str:
+    sizes = f"in_features={layer.in_features}, out_features={layer.out_features}"
+    return f"{sizes}, bias={layer.bias is not None}, local={layer.weight.spec.local_shape}"
 
 
 def require_divisible(parameter: str, size: int, degree: int, joined: str = "") -> None:

@@ -96,6 +96,10 @@ class VocabParallelEmbedding(Module):
         """Return this rank's columns (..., V/p) of x W^T, for a replicated x (..., dim)."""
         return functional.linear(copy_to(self.comm, x), self.weight)
 
+    def extra_repr(self) -> str:
+        """Return the global sizes and the shape of this rank's rows."""
+        return f"num={self.num}, dim={self.dim}, local={self.weight.spec.local_shape}"
+
 
 class _Lookup(Function):
     """Rows of a block of a table: zeros for ids that lie outside the block."""

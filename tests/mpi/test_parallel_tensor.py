@@ -1,6 +1,9 @@
 """Column- and row-parallel layers against the dense layers of the same seed."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ from mpi4py import MPI
 from mpipar.autograd import Tape, Tensor, recompute
 from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError
-from mpipar.nn import Linear, Module
+from mpipar.nn import Linear, Module, init
 from mpipar.optim import SGD
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.tensor import (
@@ -277,3 +280,28 @@ def test_gelu_between_the_layers(comm: Communicator) -> None:
     block = np.split(F.gelu(full(x)).data, comm.size, axis=1)[comm.rank]
     np.testing.assert_allclose(F.gelu(up(x)).data, block, **EXACT)
     assert comm.calls.total() == 0
+
+
+def test_layers_show_global_and_local_sizes(comm: Communicator) -> None:
+    column, row = (kind(DIM, DIM, comm) for kind in (ColumnParallelLinear, RowParallelLinear))
+    sizes = f"in_features={DIM}, out_features={DIM}, bias=True"
+    part = DIM // comm.size
+    assert repr(column) == f"ColumnParallelLinear({sizes}, local=({part}, {DIM}))"
+    assert repr(row) == f"RowParallelLinear({sizes}, local=({DIM}, {part}))"
+
+
+def test_unnamed_layers_are_slices_of_the_dense_ones_counted_alike(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights do not depend on the layout where the same layers are built in the same order."""
+
+    def weights(*kinds: Callable[..., Module]) -> list[Any]:
+        monkeypatch.setattr(init, "_unnamed", defaultdict(count))
+        return [kind(DIM, DIM, dtype="float64").weight for kind in kinds]
+
+    column, row = (partial(kind, comm=comm) for kind in (ColumnParallelLinear, RowParallelLinear))
+    whole = weights(Linear, Linear, Linear)
+    local = weights(column, row, column)
+    for part, full in zip(local, whole, strict=True):
+        np.testing.assert_array_equal(part.data, part.spec.take(full.data))
+    assert not np.array_equal(local[0].data, local[2].data)

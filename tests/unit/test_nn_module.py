@@ -1,10 +1,29 @@
 """The tree of modules: names, shared parameters, state, modes."""
 
+import pydoc
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 
+import mpipar.functional as F
+from mpipar import models, nn, optim
+from mpipar.autograd import Tensor
 from mpipar.errors import ConfigError
-from mpipar.nn import Dropout, Embedding, LayerNorm, Linear, Module, Parameter, Spec
+from mpipar.nn import (
+    GELU,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Sequential,
+    SiLU,
+    Spec,
+)
 
 
 class Inner(Module):
@@ -104,6 +123,104 @@ def test_a_parameter_always_has_a_spec():
     parameter = Parameter(np.zeros((2, 3)))
     assert parameter.requires_grad
     assert parameter.spec == Spec.replicated("", (2, 3))
+
+
+TREE = """\
+Outer(
+  (first): Inner(
+    (linear): Linear(in_features=3, out_features=2, bias=True)
+  )
+  (items.0): Linear(in_features=2, out_features=2, bias=True)
+  (items.1.0): LayerNorm(2, eps=1e-05)
+  (table.a): Embedding(num=4, dim=2)
+  (tied): Linear(in_features=3, out_features=2, bias=True)
+  (dropout): Dropout(p=0.5)
+)"""
+MODEL = """\
+Llama(
+  (token_embedding): Embedding(num=256, dim=8)
+  (dropout): Dropout(p=0.0)
+  (blocks.0-2): 3 x Block(
+    (norm1): RMSNorm(8, eps=1e-05)
+    (attention): SelfAttention(
+      (qkv): Linear(in_features=8, out_features=24, bias=False)
+      (projection): Linear(in_features=8, out_features=8, bias=False)
+    )
+    (dropout1): Dropout(p=0.0)
+    (norm2): RMSNorm(8, eps=1e-05)
+    (mlp): GatedMLP(
+      (gate_up): Linear(in_features=8, out_features=64, bias=False)
+      (down): Linear(in_features=32, out_features=8, bias=False)
+    )
+    (dropout2): Dropout(p=0.0)
+  )
+  (norm): RMSNorm(8, eps=1e-05)
+  (head): Embedding(num=256, dim=8)
+)"""
+
+
+def test_a_module_shows_its_tree():
+    assert repr(Outer()) == TREE
+    config = models.ModelConfig(model="llama", layers=3, dim=8, heads=2)
+    assert repr(models.build(config)) == MODEL
+    cycle = Inner()
+    cycle.parent = cycle
+    assert "(parent): Inner(...)" in repr(cycle)
+    assert repr(Parameter(np.ones(1))) == "Parameter([1.], requires_grad=True)"
+    layers = Sequential(GELU(), ReLU(), ReLU())
+    assert repr(layers) == ("Sequential(\n  (0): GELU(approximate='tanh')\n  (1-2): 2 x ReLU()\n)")
+
+
+@pytest.mark.parametrize("module", [nn, optim, models, F])
+def test_help_lists_what_there_is(module):
+    text = pydoc.plain(pydoc.render_doc(module))
+    for name in module.__all__:
+        assert re.search(rf"^    (class )?{name}\(", text, re.MULTILINE), name
+
+
+def test_sequential():
+    layers = Sequential(Linear(3, 4), ReLU(), Linear(4, 2))
+    assert [name for name, _ in layers.named_parameters()] == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+    x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    expected = layers[2](np.maximum(layers[0](x).data, 0)).data
+    np.testing.assert_array_equal(layers(x).data, expected)
+    assert len(layers) == len(list(layers)) == 3
+    assert layers[-1] is layers[2]
+    assert list(layers[1:]) == list(layers)[1:]
+    assert Sequential()(x) is x
+    assert not layers.eval()[1].training
+    state = {name: value + 1 for name, value in layers.state_dict().items()}
+    layers.load_state_dict(state)
+    np.testing.assert_array_equal(layers[0].weight.data, state["0.weight"])
+    shared = ReLU()
+    assert len(Sequential(shared, Linear(2, 2), shared)) == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"), [([ReLU()], r"Sequential\(\*modules\)"), (F.relu, "Make it a Module")]
+)
+def test_sequential_takes_modules_only(module, fix):
+    with pytest.raises(ConfigError, match=rf"modules\[0\]=.* it must be a Module\. .*{fix}"):
+        Sequential(module)
+
+
+EXACT_GELU = partial(F.gelu, approximate="none")
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (ReLU(), F.relu),
+        (GELU(), F.gelu),
+        (SiLU(), F.silu),
+        (GELU("none"), EXACT_GELU),
+    ],
+)
+def test_activations(module, function):
+    x = np.random.default_rng(0).standard_normal((4, 6))
+    np.testing.assert_array_equal(module(Tensor(x)).data, function(x).data)
 
 
 def test_a_module_without_forward_says_so():
