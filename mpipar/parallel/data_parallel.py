@@ -103,8 +103,8 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if is_grad_enabled():
-            self._expected = True
+        if is_grad_enabled() and getattr(self.module, "training", True):
+            self._expected = True  # also where this rank will turn out to use no parameter
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -243,6 +243,17 @@ def test_a_backward_of_something_else_comes_first(comm: mp.Communicator) -> None
         np.testing.assert_allclose(a.w2.grad, np.full(4, 6.0))
 
 
+def test_one_rank_looks_at_its_model(comm: mp.Communicator) -> None:
+    """A forward in evaluation, on one rank, does not make it wait for the others."""
+    with mp.DataParallel(Choice(), comm) as net:
+        if comm.rank == 0:
+            net.eval()(0)
+            net.train()
+        other = mp.Tensor(np.ones(2), requires_grad=True)
+        other.sum().backward()
+        assert net.w1.grad is None
+
+
 def test_recomputed_parts(comm: mp.Communicator) -> None:
     with mp.DataParallel(Net(), comm, bucket_mb=2**-10) as net:
         for _ in range(2):
