@@ -97,8 +97,8 @@ def _keep_sixteen(out: Array, x: Any, y: Any) -> Array:
 def _mismatch(name: str, x: Any, y: Any) -> BufferMismatchError:
     """Return the error for two shapes that do not broadcast."""
     return BufferMismatchError(
-        explain(f"{name} of shapes", (np.shape(x), np.shape(y)), "they do not broadcast together",
-                "Dimensions, counted from the last, are equal or 1")
+        explain(f"{name} of shapes", (np.shape(x), np.shape(y)), "they must broadcast together",
+                "Make dimensions, counted from the last, equal or 1")
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def _consumed(node: Node) -> GraphError:
         explain(
             "backward",
             f"node {node.number}",
-            "a part of this graph was already consumed by an earlier backward",
+            "it must not be used twice, but an earlier backward consumed a part of this graph",
             "Call mpipar.backward(first, second) once for all losses, or run forward again, or "
             ".detach() the value that is reused",
         )

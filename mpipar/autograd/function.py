@@ -79,7 +79,7 @@ class Function:
         for name, option in options.items():
             if isinstance(option, Tensor):
                 if option.requires_grad:
-                    rule = "only positional arguments of a Function get a gradient"
+                    rule = "an argument that wants a gradient must be positional"
                     raise GraphError(
                         explain(name, cls.__name__, rule, "Pass it by position, or detach it")
                     )
@@ -122,7 +122,7 @@ class Function:
         result = cls.backward(ctx, *grads)
         news = list(result) if isinstance(result, tuple | list) else [result]
         if len(news) != len(sources):
-            rule = f"one gradient (or None) for each of the {len(sources)} positional arguments"
+            rule = f"one (or None) must come for each of the {len(sources)} positional arguments"
             raise GraphError(
                 explain(f"{cls.__name__}.backward", f"{len(news)} results", rule, "Return a tuple")
             )
@@ -135,7 +135,7 @@ class Function:
             if new.shape != shape:
                 raise GraphError(
                     explain(f"{cls.__name__}.backward, result {i}", new.shape,
-                            f"the argument has the shape {shape}", "Return that shape")
+                            f"it must have the argument's shape, {shape}", "Return that shape")
                 )  # fmt: skip
             # A view is never written to: backward may return what others hold.
             news[i] = new.view() if new.dtype == dtype else new.astype(dtype)

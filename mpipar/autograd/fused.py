@@ -70,7 +70,7 @@ def swiglu(gate: Any, up: Any) -> Tensor:
     if x.shape != y.shape or x.dtype != y.dtype:
         raise BufferMismatchError(
             explain("swiglu of", ((x.shape, x.dtype.name), (y.shape, y.dtype.name)),
-                    "gate and up have one shape and dtype", "Make them equal")
+                    "gate and up must have one shape and dtype", "Make them equal")
         )  # fmt: skip
     out = silu_kernel.swiglu(x, y)
     return record(out, (gate, up), lambda g: silu_kernel.swiglu_backward(g, x, y))
@@ -104,7 +104,7 @@ def _match(name: str, x: Array, *vectors: Array) -> None:
     if any(v.shape != x.shape[-1:] for v in vectors) or not x.ndim:
         raise BufferMismatchError(
             explain(f"{name} of shapes", (x.shape, *[v.shape for v in vectors]),
-                    "the weights have the size of the last dimension of x",
+                    "the weights must have the size of the last dimension of x",
                     "Check the size of the layer")
         )  # fmt: skip
 
@@ -119,12 +119,12 @@ def rotary(x: Any, positions: Any, base: float = 10000.0) -> Tensor:
     if data.ndim != 4 or places.shape not in (data.shape[1:2], data.shape[:2]):
         raise BufferMismatchError(
             explain("rotary of shapes", (data.shape, places.shape),
-                    "x is [batch, seq, heads, dim], positions [seq] or [batch, seq]",
+                    "x must be [batch, seq, heads, dim], positions [seq] or [batch, seq]",
                     "Give each element of the sequence its position")
         )  # fmt: skip
     if data.shape[3] % 2:
-        rule = "rotary embedding turns pairs of elements"
-        raise BufferMismatchError(explain("dim", data.shape[3], rule, "Make it even"))
+        rule = "it must be even, as rotary embedding turns pairs"
+        raise BufferMismatchError(explain("dim", data.shape[3], rule, "Choose another size"))
     wide = compute_dtype(data.dtype)
     cos, sin = rotary_kernel.table(places, data.shape[3], base, wide)
     y = rotary_kernel.rotate(data, cos, sin)
@@ -141,7 +141,7 @@ def embedding(ids: Any, weight: Any) -> Tensor:
     if places.size and (places.min() < 0 or places.max() >= num):
         flat = places.reshape(-1)
         first = int(np.flatnonzero((flat < 0) | (flat >= num))[0])
-        rule = f"an id is between 0 and {num - 1}"
+        rule = f"an id must be between 0 and {num - 1}"
         raise ConfigError(explain(f"ids[{first}]", int(flat[first]), rule, "Check the vocabulary"))
     y = embedding_kernel.gather(w, places)
     return record(y, (weight,), lambda g: embedding_kernel.scatter_add(g, places, num))
@@ -155,7 +155,7 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
     Srivastava et al. (2014).  Raises ConfigError unless 0 <= p < 1.
     """
     if not 0 <= p < 1:
-        rule = "the probability of dropping is at least 0 and below 1"
+        rule = "the probability of dropping must be at least 0 and below 1"
         raise ConfigError(explain("p", p, rule, "Choose such a number"))
     data = array(x)
     if p == 0:

@@ -89,7 +89,7 @@ def _compare(
             explain(
                 f"gradcheck, input {number} of shape {v.shape}",
                 got,
-                f"finite differences give a derivative of {expected!r} along the same direction",
+                f"the derivative must be that of finite differences, {expected!r}",
                 "Check the vjp, or that f is smooth and deterministic at these inputs",
             )
         )

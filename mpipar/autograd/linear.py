@@ -48,8 +48,8 @@ def matmul(a: Any, b: Any) -> Tensor:
     except ValueError as error:
         raise BufferMismatchError(
             explain("matmul of shapes", (x.shape, y.shape),
-                    "the last size of the left is the second last of the right, and the leading "
-                    "sizes broadcast", "Transpose or reshape one of them")
+                    "the last size of the left must be the second last of the right, and the "
+                    "leading sizes must broadcast", "Transpose or reshape one of them")
         ) from error  # fmt: skip
 
     a_like, b_like = _Like(x), _Like(y)
@@ -179,6 +179,6 @@ def _add_product(grad: Array, g: Array, x: Array) -> None:
 def _linear_mismatch(x: Array, w: Array, b: Array | None) -> BufferMismatchError:
     shapes = (x.shape, w.shape) if b is None else (x.shape, w.shape, b.shape)
     return BufferMismatchError(
-        explain("linear of shapes", shapes, "x is [..., in], weight [out, in], bias [out]",
+        explain("linear of shapes", shapes, "x must be [..., in], weight [out, in], bias [out]",
                 "Check the sizes of the layer")
     )  # fmt: skip

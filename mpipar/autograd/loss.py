@@ -95,6 +95,6 @@ def _check(x: Array, t: Array, reduction: str, smoothing: float) -> None:
     if not x.ndim or x.shape[:-1] != t.shape or t.dtype.kind not in "iu":
         raise BufferMismatchError(
             explain("cross_entropy of", ((x.shape, x.dtype.name), (t.shape, t.dtype.name)),
-                    "logits are [..., classes], targets integers [...]",
+                    "logits must be [..., classes], targets integers [...]",
                     "The classes come last: permute the logits if they do not")
         )  # fmt: skip

@@ -41,7 +41,7 @@ def recompute(f: Callable[..., Any], *inputs: Any) -> Any:
     outputs = (result,) if single else result
     if not all(isinstance(y, Tensor) for y in outputs):
         names = [type(y).__name__ for y in outputs]
-        rule = "what is recomputed returns a Tensor or a tuple of Tensors"
+        rule = "what is recomputed must return a Tensor or a tuple of Tensors"
         raise GraphError(explain("recompute", names, rule, "Return Tensors only"))
     collective = state.collective_calls > calls
     datas = [y.data for y in outputs]

@@ -28,8 +28,8 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
     dims = tuple(d + ndim if d < 0 else d for d in given)
     if len(set(dims)) < len(dims) or any(not 0 <= d < ndim for d in dims):
         raise BufferMismatchError(
-            explain("dim", dim, f"the tensor has {ndim} dimensions",
-                    f"Choose different dimensions from {-ndim} to {ndim - 1}")
+            explain("dim", dim, f"dimensions must be different, and from {-ndim} to {ndim - 1}",
+                    f"The tensor has {ndim}: choose among them")
         )  # fmt: skip
     return dims
 

@@ -31,8 +31,8 @@ def reshape(x: Any, *shape: Any) -> Tensor:
         out = data.reshape(target)
     except ValueError as error:
         raise BufferMismatchError(
-            explain("shape", target, f"a tensor of shape {before} has {data.size} elements",
-                    "Pass sizes with the same product")
+            explain("shape", target, f"it must have the {data.size} elements of shape {before}",
+                    "Pass sizes with this product")
         ) from error  # fmt: skip
     return record(out, (x,), lambda g: g.reshape(before))
 
@@ -58,8 +58,8 @@ def permute(x: Any, *dims: Any) -> Tensor:
     order = tuple(d + data.ndim if d < 0 else d for d in order)
     if sorted(order) != list(range(data.ndim)):
         raise BufferMismatchError(
-            explain("dims", dims, f"the tensor has the shape {data.shape}",
-                    f"Name each of its {data.ndim} dimensions once")
+            explain("dims", dims, f"they must be the {data.ndim} dimensions of shape {data.shape}",
+                    "Name each of them once")
         )  # fmt: skip
     back = tuple(sorted(range(data.ndim), key=order.__getitem__))
     return record(data.transpose(order), (x,), lambda g: g.transpose(back))
@@ -73,8 +73,8 @@ def transpose(x: Any, dim0: int = -2, dim1: int = -1) -> Tensor:
         order[dim0], order[dim1] = order[dim1], order[dim0]
     except IndexError as error:
         raise BufferMismatchError(
-            explain("dims", (dim0, dim1), f"the tensor has the shape {data.shape}",
-                    "Name two of its dimensions")
+            explain("dims", (dim0, dim1), f"they must be dimensions of shape {data.shape}",
+                    f"Choose from {-data.ndim} to {data.ndim - 1}")
         ) from error  # fmt: skip
     return permute(x, order)
 
@@ -87,8 +87,8 @@ def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
         out = np.broadcast_to(data, tuple(shape))
     except ValueError as error:
         raise BufferMismatchError(
-            explain("shape", tuple(shape), f"a tensor of shape {before} cannot be repeated to it",
-                    "Dimensions, counted from the last, are equal or 1")
+            explain("shape", tuple(shape), f"a tensor of shape {before} must broadcast to it",
+                    "Make dimensions, counted from the last, equal or 1")
         ) from error  # fmt: skip
     return record(out, (x,), lambda g: unbroadcast(g, before, dtype))
 
@@ -158,7 +158,7 @@ def _joined(name: str, join: Any, datas: list[Array], dim: int) -> Array:
     except ValueError as error:
         raise BufferMismatchError(
             explain(f"{name} of shapes", [data.shape for data in datas],
-                    f"they do not fit along dim {dim}: {error}", "Make the other sizes equal")
+                    f"they must fit along dim {dim}, but {error}", "Make the other sizes equal")
         ) from error  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)] or [0]
     if sum(sizes) != total:
         raise BufferMismatchError(
-            explain("sizes", list(sizes), f"dim {dim} of shape {data.shape} has {total} elements",
+            explain("sizes", list(sizes), f"they must add up to {total}, dim {dim} of {data.shape}",
                     "Pass sizes with this sum")
         )  # fmt: skip
     ends = list(accumulate(sizes))

@@ -45,7 +45,7 @@ class Tensor(Declared):
             data = np.asarray(data)
         if requires_grad and not is_float(data.dtype):
             raise DtypeMismatchError(
-                explain("dtype", data.dtype.name, "only floating-point numbers have gradients",
+                explain("dtype", data.dtype.name, "what has a gradient must be floating-point",
                         'Pass data.astype("float32") or requires_grad=False')
             )  # fmt: skip
         self.data = data
@@ -104,7 +104,7 @@ class Tensor(Declared):
         if self.node is not None or not self.requires_grad:
             raise GraphError(
                 explain("register_hook", f"a tensor of shape {self.shape}",
-                        "hooks belong to leaves that require a gradient",
+                        "it must be a leaf that requires a gradient",
                         "Register it on a parameter, or write a Function")
             )  # fmt: skip
         if self.hooks is None:
@@ -210,15 +210,15 @@ def _seed(loss: Tensor, grad: Any) -> Array:
         if data.size != 1:
             raise GraphError(
                 explain("backward", f"a tensor of shape {data.shape}",
-                        "only a single element has a gradient of one",
+                        "without a gradient it must have a single element",
                         "Sum it, or pass backward(grad=...)")
             )  # fmt: skip
         return module_of(data).ones(data.shape, data.dtype)
     grad = grad.data if isinstance(grad, Tensor) else module_of(data).asarray(grad)
     if grad.shape != data.shape:
         raise BufferMismatchError(
-            explain("grad.shape", grad.shape, f"the tensor has the shape {data.shape}",
-                    "Pass a gradient of the tensor's shape")
+            explain("grad.shape", grad.shape, f"it must be the shape of the tensor, {data.shape}",
+                    "Pass a gradient of this shape")
         )  # fmt: skip
     return grad.astype(data.dtype, copy=False)
 

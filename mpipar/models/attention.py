@@ -70,7 +70,7 @@ class SelfAttention(Module):
         group = config.heads // config.kv_heads
         kv_heads, rest = divmod(width, (group + 2) * config.head_dim)
         if rest:
-            rule = f"each rank holds whole groups of heads, but got {width} features of q, k and v"
+            rule = f"a rank must hold whole groups of heads, but got {width} features of q, k, v"
             fix = "Choose a tensor-parallel degree that divides kv_heads"
             raise ConfigError(explain("kv_heads", config.kv_heads, rule, fix))
         heads = kv_heads * group

@@ -48,8 +48,8 @@ class ModelConfig:
             object.__setattr__(self, name, value)
         self._check_heads()
         if not 0.0 <= self.dropout < 1.0:
-            rule = "it is a probability below 1"
-            raise ConfigError(explain("dropout", self.dropout, rule, "Pass 0 <= dropout < 1"))
+            rule = "it must be at least 0 and below 1"
+            raise ConfigError(explain("dropout", self.dropout, rule, "Choose such a number"))
 
     @property
     def head_dim(self) -> int:
@@ -63,15 +63,16 @@ class ModelConfig:
 
     def _check_heads(self) -> None:
         if self.dim % self.heads:
-            rule = f"heads divide dim={self.dim}"
+            rule = f"heads must divide dim={self.dim}"
             raise ConfigError(explain("heads", self.heads, rule, _nearest(self.heads, self.dim)))
         if self.heads % self.kv_heads:
-            rule = f"kv_heads divide heads={self.heads}"
+            rule = f"kv_heads must divide heads={self.heads}"
             fix = _nearest(self.kv_heads, self.heads)
             raise ConfigError(explain("kv_heads", self.kv_heads, rule, fix))
         if self.model == "llama" and self.head_dim % 2:
-            rule = f"rotary positions turn pairs, but a head is dim / heads = {self.head_dim} wide"
-            raise ConfigError(explain("heads", self.heads, rule, "Make dim / heads even"))
+            rule = f"the width of a head, dim / heads = {self.head_dim}, must be even"
+            fix = "Rotary positions turn pairs: choose another number of heads"
+            raise ConfigError(explain("heads", self.heads, rule, fix))
 
 
 STD = 0.02  # of all weights that do not write to the residual stream
@@ -84,13 +85,14 @@ def default_hidden(model: str, dim: int) -> int:
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        rule = f"it is one of {', '.join(choices)}"
+        rule = f"it must be one of {', '.join(choices)}"
         raise ConfigError(explain(name, value, rule, "Choose one of them"))
 
 
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
-        raise ConfigError(explain(name, value, f"it is at least {low}", "Choose a larger value"))
+        rule = f"it must be at least {low}"
+        raise ConfigError(explain(name, value, rule, "Choose a larger value"))
 
 
 def _nearest(value: int, whole: int) -> str:

@@ -32,10 +32,10 @@ def generate(
     Raises ConfigError for an empty prompt, a token outside the vocabulary or a negative number.
     """
     if np.ndim(prompt) != 1 or len(prompt) == 0:
-        rule = "the model continues one sequence of at least one token"
+        rule = "it must be one sequence of at least one token"
         raise ConfigError(explain("prompt.shape", np.shape(prompt), rule, "Pass (S,), S >= 1"))
     if temperature < 0 or count < 0:
-        rule = "neither is negative"
+        rule = "neither must be negative"
         raise ConfigError(explain("(temperature, count)", (temperature, count), rule, "Pass >= 0"))
     tokens = np.empty(len(prompt) + count, np.int64)
     tokens[: len(prompt)] = prompt

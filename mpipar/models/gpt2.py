@@ -83,7 +83,7 @@ class GPT2(Transformer):
         """
         last = int(positions.max(initial=0))
         if last >= self.config.seq:
-            rule = f"the model has learned positions up to seq={self.config.seq}"
+            rule = f"positions must be below seq={self.config.seq}, those that were learned"
             fix = "Pass shorter sequences, or build the model with a larger seq"
             raise ConfigError(explain("positions", last, rule, fix))
         return self.token_embedding(tokens) + self.position_embedding(positions)

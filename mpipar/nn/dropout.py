@@ -30,10 +30,8 @@ class Dropout(Module):
 
     an element's fate depends on step, global row, position and feature only, whatever the layout:
     different ranks draw different masks, those that one process with the whole batch would draw,
-    and so does a run that is resumed.
-
-    Two layers of one stated seed need two names, or drop the same elements in the same call; with
-    seed=None that happens for equal names only (see Linear).
+    and so does a run that is resumed.  There, two layers of one stated seed need two names, or drop
+    the same elements; what seed=None means, Linear says.
     """
 
     def __init__(self, p: float = 0.5, *, seed: int | None = None, name: str = "") -> None:

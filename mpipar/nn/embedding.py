@@ -55,7 +55,7 @@ def check_ids(what: str, ids: Array, num: int, ignore_index: int | None = None) 
     ignore_index: an id outside that range which is allowed (masked targets).
     """
     if ids.dtype.kind not in "iu":
-        rule = "ids of tokens are integers"
+        rule = "ids of tokens must be integers"
         raise ConfigError(explain(f"{what}.dtype", ids.dtype.name, rule, "Convert them"))
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < num):
         return
@@ -65,6 +65,6 @@ def check_ids(what: str, ids: Array, num: int, ignore_index: int | None = None) 
     if bad.any():
         first = int(module_of(ids).argmax(bad.ravel()))
         at = ", ".join(str(i) for i in np.unravel_index(first, ids.shape))
-        rule = f"outside the vocabulary of {num} (0..{num - 1})"
+        rule = f"it must be in the vocabulary of {num} (0..{num - 1})"
         fix = "Use the tokenizer of the data, or a larger vocabulary"
         raise ConfigError(explain(f"{what}[{at}]", int(ids.ravel()[first]), rule, fix))

@@ -59,7 +59,7 @@ class Linear(Module):
 def check_size(name: str, value: int) -> None:
     """Raise ConfigError unless a layer's size is at least 1."""
     if value < 1:
-        raise ConfigError(explain(name, value, "a layer has at least one", "Pass a size >= 1"))
+        raise ConfigError(explain(name, value, "a size must be at least 1", "Choose a larger one"))
 
 
 def join(prefix: str, name: str) -> str:

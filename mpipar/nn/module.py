@@ -96,7 +96,7 @@ class Module:
             if given != shape:
                 problems.append(f"{name} has shape {given}, needed {shape}")
         if problems:
-            rule = f"{len(problems)} names or shapes do not fit {type(self).__name__}"
+            rule = f"names and shapes must be those of {type(self).__name__}"
             raise ConfigError(explain("state", sorted(problems), rule, "Load this model's state"))
         for name in own.keys() & state.keys():
             array = own[name].data

@@ -118,10 +118,10 @@ class Spec:
         """
         self._check_free(axis)
         if not 0 <= dim < len(self.shape):
-            rule = f"{self.name} has {len(self.shape)} dimensions"
+            rule = f"it must be one of the {len(self.shape)} dimensions of {self.name}"
             raise ConfigError(explain("dim", dim, rule, "Choose one of them, from 0"))
         if not 0 <= rank < size:
-            rule = f"axis {axis!r} has {size} ranks"
+            rule = f"it must be one of the {size} ranks of axis {axis!r}"
             raise ConfigError(explain("rank", rank, rule, "Pass 0 <= rank < size"))
         whole = sum(length for _, length in self.pieces[dim])
         cut_parts = (whole,) if parts is None else tuple(parts)
@@ -186,20 +186,20 @@ class Spec:
 
     def _check_free(self, axis: str) -> None:
         if axis in self.placements:
-            rule = f"{self.name} already has a placement on this mesh axis"
+            rule = f"{self.name} must not have a placement on this mesh axis yet"
             raise ConfigError(explain("axis", axis, rule, "Place each axis once"))
 
     def _check_parts(self, dim: int, parts: tuple[int, ...]) -> None:
         if sum(parts) != self.shape[dim] or min(parts, default=-1) < 0:
-            rule = f"the parts of {self.name} add up to {self.shape[dim]} along dimension {dim}"
+            rule = f"the parts of {self.name} must add up to {self.shape[dim]}, dimension {dim}"
             raise ConfigError(explain("parts", parts, rule, "Pass the sizes of what was joined"))
         if self.pieces[dim] != ((0, self.shape[dim]),):
-            rule = f"dimension {dim} of {self.name} is already cut"
+            rule = f"dimension {dim} of {self.name} must not be cut yet"
             raise ConfigError(explain("parts", parts, rule, "Shard by parts first"))
 
     def _check_shape(self, what: str, array: Array, shape: tuple[int, ...]) -> None:
         if tuple(array.shape) != shape:
-            rule = f"{self.name} needs shape {shape} here"
+            rule = f"it must be {shape}, that of {self.name}"
             raise BufferMismatchError(explain(f"{what}.shape", array.shape, rule, "Pass that one"))
 
 

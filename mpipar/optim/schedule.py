@@ -20,9 +20,9 @@ def cosine(step: int, total: int, peak: float, warmup: int = 0, floor: float = 0
     Raises ConfigError for negative numbers, or a warm-up longer than the whole.
     """
     if step < 0:
-        raise ConfigError(explain("step", step, "steps count from 0", "Pass step >= 0"))
+        raise ConfigError(explain("step", step, "steps must count from 0", "Pass step >= 0"))
     if not 0 <= warmup <= total:
-        rule = f"the warm-up is a part of all {total} steps"
+        rule = f"the warm-up must be a part of all {total} steps"
         raise ConfigError(explain("warmup", warmup, rule, "Pass 0 <= warmup <= total"))
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

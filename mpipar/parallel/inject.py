@@ -43,7 +43,7 @@ def factories(mesh: Mesh) -> dict[str, Callable[..., Any]]:
             return RowParallelLinear(in_features, out_features, mesh.tp, parts=parts, **settings)
         if role == "dense":
             return Linear(in_features, out_features, **settings)
-        rule = 'a linear layer is "column", "row" or "dense"'
+        rule = 'it must be "column", "row" or "dense"'
         raise ConfigError(explain("role", role, rule, "Choose one of them"))
 
     def embedding(num: int, dim: int, **settings: Any) -> Module:

@@ -48,7 +48,7 @@ def _mean(loss_sum: Array, count: int, comm: Communicator, total: int | None) ->
     pair = comm.all_reduce(pair) if comm.size > 1 else pair
     tokens = int(pair[1]) if total is None else total
     if tokens <= 0:
-        rule = "there is at least one valid token in the group"
+        rule = "there must be at least one valid token in the group"
         raise ConfigError(explain("count", tokens, rule, "Check the targets and ignore_index"))
     return (pair[0] / tokens).astype(loss_sum.dtype).reshape(loss_sum.shape), tokens
 

@@ -145,7 +145,7 @@ class RowParallelLinear(Module):
         """
         _refuse_overlap(overlap)
         if parts and not input_is_parallel:
-            rule = "parts describe an input that is already cut"
+            rule = "an input with parts must be one that is already cut"
             raise ConfigError(explain("parts", tuple(parts), rule, "Pass input_is_parallel=True"))
         for size in parts or (in_features,):
             require_divisible("in_features", size, comm.size, "parts" if parts else "")
@@ -202,7 +202,7 @@ class TensorParallel:
         Raises ConfigError if the inner sizes differ.
         """
         if w.ndim != 2 or a.shape[-1] != w.shape[1]:
-            rule = f"a is [batch, in] and w [out, in], but a has shape {tuple(a.shape)}"
+            rule = f"w must be [out, in] for a [batch, in], but a has shape {tuple(a.shape)}"
             raise ConfigError(explain("w.shape", tuple(w.shape), rule, "Pass equal inner sizes"))
         block = scatter_to(self.comm, w, 0)  # (out/p, in)
         a = copy_to(self.comm, a)
@@ -235,7 +235,7 @@ def require_divisible(parameter: str, size: int, degree: int, joined: str = "") 
         explain(
             parameter,
             size,
-            f"{what} divides over the {degree} ranks of the tensor-parallel group",
+            f"{what} must divide over the {degree} ranks of the tensor-parallel group",
             f"Nearest sizes: {sizes}; nearest degrees for this size: {degrees}",
         )
     )
@@ -244,7 +244,7 @@ def require_divisible(parameter: str, size: int, degree: int, joined: str = "") 
 def _refuse_overlap(overlap: bool) -> None:
     """Raise ConfigError for the form that overlaps communication with the product."""
     if overlap:
-        rule = "this version sends first and multiplies then"
+        rule = "it must be False: this version sends first and multiplies then"
         raise ConfigError(explain("overlap", overlap, rule, "Pass overlap=False"))
 
 

@@ -137,13 +137,13 @@ def vocab_parallel_cross_entropy(
     a label_smoothing outside 0..1, and BufferMismatchError for targets of another shape.
     """
     if reduction not in REDUCTIONS:
-        rule = f"it is one of {', '.join(REDUCTIONS)}"
+        rule = f"it must be one of {', '.join(REDUCTIONS)}"
         raise ConfigError(explain("reduction", reduction, rule, "Choose one of them"))
     if not 0.0 <= label_smoothing <= 1.0:
-        rule = "it is a share of the probability"
+        rule = "it must be a share of the probability"
         raise ConfigError(explain("label_smoothing", label_smoothing, rule, "Pass 0 to 1"))
     if tuple(logits.shape[:-1]) != tuple(targets.shape):
-        rule = f"targets have the shape of the logits without the last, {tuple(logits.shape[:-1])}"
+        rule = f"it must be that of the logits without the last, {tuple(logits.shape[:-1])}"
         raise BufferMismatchError(
             explain("targets.shape", tuple(targets.shape), rule, "Pass one target a row")
         )

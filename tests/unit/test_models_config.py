@@ -32,10 +32,10 @@ def test_weights_that_write_to_the_residual_stream_are_smaller():
         ({"seq": 0}, "seq=0"),
         ({"kv_heads": -1}, "kv_heads=-1"),
         ({"hidden": -1}, "hidden=-1"),
-        ({"dim": 64, "heads": 7}, r"heads=7: heads divide dim=64. Nearest that work: 4, 8"),
+        ({"dim": 64, "heads": 7}, r"heads=7: heads must divide dim=64. Nearest that work: 4, 8"),
         ({"heads": 8, "kv_heads": 3}, r"kv_heads=3: .* Nearest that work: 2, 4"),
         ({"heads": 8, "kv_heads": 16}, r"kv_heads=16: .* Nearest that work: 8"),
-        ({"model": "llama", "dim": 24, "heads": 8}, "Make dim / heads even"),
+        ({"model": "llama", "dim": 24, "heads": 8}, "dim / heads = 3, must be even"),
         ({"dropout": 1.0}, "dropout=1.0"),
     ],
 )

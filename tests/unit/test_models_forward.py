@@ -181,7 +181,7 @@ def test_a_token_outside_the_vocabulary_is_named():
     model = build(CONFIGS["gpt2"])
     tokens, targets = batch()
     tokens[1, 4] = 11
-    with pytest.raises(ConfigError, match=r"tokens\[1, 4\]=11: outside the vocabulary of 11"):
+    with pytest.raises(ConfigError, match=r"tokens\[1, 4\]=11: it must be in the vocabulary of 11"):
         model(tokens)
     targets[2, 0] = -3
     with pytest.raises(ConfigError, match=r"targets\[2, 0\]=-3"):

@@ -98,15 +98,15 @@ def test_placements_are_stated_once_and_absent_means_replicated():
     assert spec.placement("tp") == Replicate()
     assert spec.sharded_axes == ()
     assert hash(spec) == hash(Spec("w", (4,), {"dp": Partial()}))
-    with pytest.raises(ConfigError, match="already has a placement"):
+    with pytest.raises(ConfigError, match="must not have a placement"):
         spec.shard("dp", 0, 0, 2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tp", 2, 0, 2), "has 2 dimensions"),
-        (("tp", 0, 2, 2), "has 2 ranks"),
+        (("tp", 2, 0, 2), "one of the 2 dimensions"),
+        (("tp", 0, 2, 2), "one of the 2 ranks"),
         (("tp", 0, 0, 2, (3, 2)), "add up to 8"),
         (("tp", 0, 0, 2, (9, -1)), "add up to 8"),
     ],
@@ -117,7 +117,7 @@ def test_what_cannot_be_cut_is_refused(arguments, message):
 
 
 def test_parts_of_a_dimension_that_is_already_cut_are_refused():
-    with pytest.raises(ConfigError, match="already cut"):
+    with pytest.raises(ConfigError, match="must not be cut"):
         Spec.replicated("w", (8,)).shard("tp", 0, 1, 2).shard("dp", 0, 0, 2, parts=(4, 4))
 
 
