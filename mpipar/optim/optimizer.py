@@ -15,7 +15,7 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit, module_of
 from mpipar.autograd import Tensor
 from mpipar.errors import ConfigError, explain
-from mpipar.nn.module import tensors_of
+from mpipar.nn.module import Module, tensors_of
 from mpipar.nn.spec import Spec
 
 Group = dict[str, Any]  # "params", a list of Tensors, and the settings that they share
@@ -201,7 +201,7 @@ def _as_groups(params: Any, settings: dict[str, Any]) -> list[Group]:
         rule = "groups must come in a list"
         raise ConfigError(explain("params", list(params), rule, "Pass [group], or parameters"))
     entries = params
-    if isinstance(params, Iterable) and not isinstance(params, Tensor):
+    if isinstance(params, Iterable) and not isinstance(params, Tensor | Module):
         entries = list(params)
     if isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries):
         groups = [_as_group(entry, f"params[{i}]", settings) for i, entry in enumerate(entries)]

@@ -5,7 +5,7 @@ import pytest
 
 from mpipar.arrays import dtype as as_dtype
 from mpipar.errors import ConfigError
-from mpipar.nn import Linear, Parameter, Spec
+from mpipar.nn import Linear, Parameter, Sequential, Spec
 from mpipar.optim import SGD, Adam, AdamW
 
 STEPS = 5
@@ -300,6 +300,7 @@ LAYER = Linear(3, 2)
     ("params", "message"),
     [
         (LAYER, r"params='Linear': .* Pass module\.parameters\(\)"),
+        (Sequential(LAYER), r"params='Sequential': .* Pass module\.parameters\(\)"),
         (LAYER.named_parameters(), r"params\[0\]='tuple': .* instead of named_parameters\(\)"),
         ([np.ones(3)], r"params\[0\]='ndarray': .*mp\.nn\.Parameter\(array\)"),
         ([LAYER.weight, 3.0], r"params\[1\]='float': it must be a Tensor"),
