@@ -1,13 +1,15 @@
-"""`mpipar bench collectives`: our schedules beside the MPI library's calls, on private arrays.
+"""`mpipar bench collectives`: our schedules beside the MPI library's calls.
 
 The peer of all_reduce is the library's blocking in-place Allreduce through mpi4py, called directly;
 of the other collectives the library's non-blocking call on the same buffers (`algorithm="mpi"`).
-Ours is `Communicator.all_reduce(x, out=out)` and its like.  A ratio above 1 means that ours takes
-less time.
+Ours is `Communicator.all_reduce(x, out=out)` and its like, on private arrays; "window" is an
+all_reduce of buffers that lie in node-shared memory, `comm.window(n).all_reduce()`, and leaves the
+result once in a node.  A ratio above 1 means less time than the library's.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from mpipar.parallel.communicator import Communicator
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 PEER = "library"
+WINDOW = "window"
 
 
 @dataclass(frozen=True)
@@ -39,27 +42,45 @@ class Row:
 
 
 def measure(
-    comm: Communicator, collective: str, nbytes: int, only: Sequence[str] = (), repeats: int = 3
+    comm: Communicator,
+    collective: str,
+    nbytes: int,
+    only: Sequence[str] = (),
+    repeats: int = 3,
+    others: Mapping[str, Callable[[], Any]] | None = None,
 ) -> list[Row]:
-    """Time every algorithm of a collective on float32 arrays of `nbytes` in all."""
+    """Time every algorithm of a collective on float32 arrays of `nbytes` in all.
+
+    `others` are calls of other libraries to time in between, by name.
+    """
     names = [n for n in ("auto", *algorithms(collective)) if not only or n in only]
     call = _CALLS[collective](comm, nbytes)
     candidates: dict[str, Callable[[], Any]] = {PEER: call(None)}
     candidates |= {name: call(name) for name in names}
-    times = interleaved(comm.process_group.raw, candidates, nbytes, repeats)
+    candidates |= others or {}
+    with ExitStack() as stack:
+        if collective == "all_reduce" and (not only or WINDOW in only):
+            window = stack.enter_context(comm.window(nbytes // 4, slots=1))
+            if window.shared:
+                candidates[WINDOW] = window.all_reduce
+        times = interleaved(comm.process_group.raw, candidates, nbytes, repeats)
     peer = times.pop(PEER)
     return [
-        Row(collective, name, nbytes, comm.size, "private", seconds, peer, peer / seconds)
+        Row(collective, name, nbytes, comm.size, _buffers(name), seconds, peer, peer / seconds)
         for name, seconds in times.items()
     ]
+
+
+def _buffers(name: str) -> str:
+    return "window" if name == WINDOW else "private"
 
 
 def tune(rows: Sequence[Row]) -> Table:
     """Return the table in which "auto" takes the fastest algorithm of each measured size."""
     best: dict[tuple[str, int], dict[int, Row]] = {}
     for row in rows:
-        if row.algorithm == "auto":
-            continue
+        if row.algorithm not in algorithms(row.collective):
+            continue  # "auto" itself, and what "auto" cannot take
         sizes = best.setdefault((row.collective, row.ranks), {})
         if row.bytes not in sizes or row.median_s < sizes[row.bytes].median_s:
             sizes[row.bytes] = row

@@ -2,10 +2,12 @@
 
 mpiexec -n 2 mpipar bench collectives --json collectives.json
 mpiexec -n 4 mpipar bench collectives --tune
+mpiexec -n 2 mpipar bench collectives --algorithms window --peer torch
 mpipar bench overhead
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +28,9 @@ class Collectives:
     sizes: tuple[int, ...] = SIZES
     """Bytes of the whole vector."""
     algorithms: tuple[str, ...] = ()
-    """Algorithms to time; all if none is named."""
+    """Algorithms to time; all if none is named.  "window": all_reduce in node-shared memory."""
+    peer: Literal["torch"] | None = None
+    """Time torch's gloo all_reduce too, where torch is installed."""
     json: Path | None = None
     """Write {"machine": ..., "rows": [...]} here."""
     tune: bool = False
@@ -52,11 +56,11 @@ def run(config: Collectives | Overhead) -> int:
 def _collectives(config: Collectives) -> int:
     from mpi4py import MPI
 
-    from mpipar.bench import collectives, timing
+    from mpipar.bench import collectives, gloo, timing
     from mpipar.comm import choice
     from mpipar.parallel.communicator import Communicator
 
-    with Communicator(MPI.COMM_WORLD, name="bench") as comm:
+    with Communicator(MPI.COMM_WORLD, name="bench") as comm, ExitStack() as stack:
         if comm.size == 1:
             raise ConfigError(
                 explain(
@@ -65,10 +69,16 @@ def _collectives(config: Collectives) -> int:
             )
         if comm.rank == 0:
             print("median times; ratio: the MPI library's time over ours, above 1 is faster")
+        peer = None
+        if config.peer is not None and gloo.available(MPI.COMM_WORLD):
+            peer = stack.enter_context(gloo.all_reduce(MPI.COMM_WORLD))
+        elif config.peer is not None and comm.rank == 0:
+            print("torch is not installed: its rows are left out", flush=True)
         rows: list[collectives.Row] = []
         for name in config.names:
             for nbytes in config.sizes:
-                rows += collectives.measure(comm, name, nbytes, config.algorithms)
+                others = {gloo.NAME: peer(nbytes // 4)} if peer and name == "all_reduce" else {}
+                rows += collectives.measure(comm, name, nbytes, config.algorithms, others=others)
                 if comm.rank == 0:
                     _print_rows(rows[-1].bytes, name, rows)
         if comm.rank == 0:

@@ -1,12 +1,22 @@
 """One all_reduce in shared memory, in flight: its steps, and the memory that they work on.
 
-How far each rank is, the others see in three counters (flags.py).  Reduction k uses slot k % slots:
+The sum is taken in place: the first rank's vector becomes the result, which saves fetching memory
+that is only written.  So that rank has twice as many vectors, and fills another one next:
+
+    slots = 1     reduction       1   2   3
+                  first rank      B   A   B      fills, and there the result lies
+                  other ranks     C   C   C
+
+How far each rank is, the others see in three counters (flags.py), for reduction k:
 
     start      RELEASED = k - slots, READY = k: the buffer is filled; older results are given up
-    add        wait for READY >= k and RELEASED >= k - slots of all; add up the own block
+    add        wait for READY >= k of all; add up the own block
     across     messages to the other nodes, if there are any
     finish     REDUCED = k, after k-1; wait for REDUCED >= k of all: the result is there, the buffer
                is free
+
+The first rank fills for reduction k + 2 slots what held result k: it may once k + slots is finished
+and RELEASED >= k of all, as every rank says before READY >= k + slots.
 
 Everything is advanced by `test`, from any wait of this process and from the tape's pump.
 """
@@ -42,15 +52,28 @@ pause: Callable[[str, int], None] | None = None
 
 @dataclass
 class Vectors:
-    """The vectors of one window: `buffers[i][slot]` of the node's rank i, `results[slot]`."""
+    """The vectors of one window: `buffers[i]` are those of the node's rank i, in turn."""
 
     segment: Segment
     buffers: list[list[np.ndarray]]
-    results: list[np.ndarray]
     flags: Flags
     plan: WindowPlan
     across: MPI.Intracomm  # the ranks of all nodes, as the plan numbers them
     tag: int
+
+    @property
+    def results(self) -> list[np.ndarray]:
+        """Where the results lie, in turn."""
+        return self.buffers[0]
+
+    def released(self, number: int) -> bool:
+        """Say whether no rank of the node reads the result of a reduction any more."""
+        return self.flags.reached(RELEASED, number)
+
+
+def in_turn(vectors: list[np.ndarray], number: int) -> np.ndarray:
+    """Return the vector that reduction `number` uses."""
+    return vectors[number % len(vectors)]
 
 
 def lay_out(
@@ -58,28 +81,27 @@ def lay_out(
 ) -> Vectors | None:
     """Return vectors of `n` elements in shared memory, all zeros; None if there is no such memory.
 
-    Every rank's part holds its buffers; the first rank's also the counters and the results.
+    Every rank's part holds its vectors; the first rank's also the counters, at its beginning.
     Collective over the group.  Raises ConfigError on all ranks if the memory is too small.
     """
     lines = -(-n * dtype.itemsize // 64) * 64
     local, rank = team.nodes.local_size, team.nodes.local_rank
     counters = Flags.nbytes(local)
-    extra = counters + slots * lines
     what = f"{n:,} elements of {dtype.name} in {slots} slots for each rank"
-    segment = allocate(group, team, slots * lines + (0 if rank else extra), what)
+    mine = slots * lines if rank else counters + 2 * slots * lines
+    segment = allocate(group, team, mine, what)
     if segment is None:
         return None
     memory = segment.parts
 
-    def vectors(part: int, start: int) -> list[np.ndarray]:
-        starts = [start + slot * lines for slot in range(slots)]
+    def vectors(part: int, start: int, count: int) -> list[np.ndarray]:
+        starts = [start + i * lines for i in range(count)]
         return [memory[part][at : at + n * dtype.itemsize].view(dtype) for at in starts]
 
     wide = compute_dtype(dtype).itemsize
     made = Vectors(
         segment,
-        [vectors(i, 0 if i else extra) for i in range(local)],
-        vectors(0, counters),
+        [vectors(0, counters, 2 * slots), *(vectors(i, 0, slots) for i in range(1, local))],
         Flags(memory[0], local, rank, segment.sync),
         compile_window(team.sizes, team.rank, n, wide, group.segment_bytes),
         team.across,
@@ -88,9 +110,8 @@ def lay_out(
     team.made += 1
     if rank == 0:
         memory[0][:counters] = 0
-    for slot in range(slots):  # every page is there from now on, near the rank that writes it
-        made.buffers[rank][slot][:] = 0
-        made.results[slot][made.plan.own] = 0
+    for vector in made.buffers[rank]:  # every page is there from now on, near its rank
+        vector[:] = 0
     segment.sync()
     team.local.Barrier()
     segment.sync()
@@ -115,16 +136,17 @@ class Reduction:
         `previous` is the reduction before, if it may still be in flight.
         """
         self._group, self._vectors, self._call = group, vectors, call
-        self._number, self._slots, self._slot = number, slots, number % slots
+        self._number, self._slots = number, slots
         self._divisor = group.size if call.op == "mean" else 1
         self._previous, self._finish = previous, finish
         self._step: Callable[[], bool] = self._add
-        self._total = vectors.results[self._slot][vectors.plan.own]
+        self._result = in_turn(vectors.results, number)[vectors.plan.own]
+        self._total = self._result
         self._execution: Execution | None = None
         self.done = self.published = False
 
     def begin(self) -> None:
-        """Let the others read this rank's buffer, and overwrite the result `slots` ago."""
+        """Give up the result `slots` ago, and let the others read this rank's buffer."""
         self._at("release")
         self._vectors.flags.set(RELEASED, self._number - self._slots)
         self._at("ready")
@@ -172,13 +194,11 @@ class Reduction:
             pause(step, self._number)
 
     def _add(self) -> bool:
-        vectors, flags = self._vectors, self._vectors.flags
-        if not flags.reached(READY, self._number):
-            return False
-        if not flags.reached(RELEASED, self._number - self._slots):
+        vectors, number = self._vectors, self._number
+        if not vectors.flags.reached(READY, number):
             return False
         self._at("add")
-        operands = [buffers[self._slot][vectors.plan.own] for buffers in vectors.buffers]
+        operands = [in_turn(of_rank, number)[vectors.plan.own] for of_rank in vectors.buffers]
         if vectors.plan.messages is None:
             add(self._call.op, operands, self._total, self._divisor)
             self._step = self._publish
@@ -206,9 +226,8 @@ class Reduction:
         assert self._execution is not None
         if not self._execution.test():
             return False
-        result = self._vectors.results[self._slot][self._vectors.plan.own]
-        if self._divisor != 1 or self._total.dtype != result.dtype:
-            add(self._call.op, [self._total], result, self._divisor)
+        if self._divisor != 1 or self._total is not self._result:
+            add(self._call.op, [self._total], self._result, self._divisor)
         self._step = self._publish
         return True
 
@@ -236,7 +255,8 @@ class Reduction:
 def add(op: str, operands: list[np.ndarray], out: np.ndarray, divisor: int = 1) -> None:
     """Write the reduction of the operands into `out`, piece by piece, so that each stays cached.
 
-    16-bit operands are combined in float32, and rounded once where `out` has 16 bits too.
+    `out` may be the first operand.  16-bit operands are combined in float32, and rounded once where
+    `out` has 16 bits too.
     """
     wide = compute_dtype(operands[0].dtype)
     for start in range(0, out.size, PIECE):

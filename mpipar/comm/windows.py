@@ -1,7 +1,7 @@
 """All_reduce of buffers in memory that the ranks of a node share; the result lies once in a node.
 
     rank 0's buffer  [a0 a1 a2 a3]      rank 2 reads the third block of all four, adds them in rank
-    rank 1's buffer  [b0 b1 b2 b3]      order and writes it once:
+    rank 1's buffer  [b0 b1 b2 b3]      order and writes the sum once, in place of a2:
     rank 2's buffer  [c0 c1 c2 c3]
     rank 3's buffer  [d0 d1 d2 d3]      result  [.. .. a2+b2+c2+d2 ..]      read-only, for all four
 
@@ -28,9 +28,8 @@ import numpy as np
 from mpipar.comm import collectives
 from mpipar.comm.calls import Call, check_op, describe
 from mpipar.comm.check import checking
-from mpipar.comm.flags import RELEASED
 from mpipar.comm.flight import Record, describe_groups
-from mpipar.comm.window_reduction import Reduction, Vectors, lay_out
+from mpipar.comm.window_reduction import Reduction, Vectors, in_turn, lay_out
 from mpipar.errors import ConfigError, DestroyedError, MismatchError, explain
 from mpipar.kernels.reduce import COMBINE
 
@@ -49,8 +48,9 @@ class Window:
     result [n]: the last finished reduction, read-only, one array for all ranks of the node.  It
     stays as it is until this rank starts the reduction `slots` further on.
 
-    Each reduction takes the next of the `slots` buffers and results, so read `buffer` anew for
-    each; with slots=1 they are always the same arrays.  `shared` says that the memory is shared.
+    Buffers take turns, and one becomes the result: read `buffer` anew for each reduction, and do
+    not write into an old one.  `slots` reductions may be in flight.  `shared` says that the memory
+    is shared.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Window:
     @property
     def buffer(self) -> np.ndarray:
         """The array to fill for the next reduction.  Raises ConfigError while it is being read."""
-        return self._buffers[self._free_slot()]
+        return in_turn(self._buffers, self._free_number())
 
     @property
     def result(self) -> np.ndarray:
         """The result of the last finished reduction, read-only; zeros before the first."""
         self._alive()
-        return self._results[self._finished % self.slots]
+        return in_turn(self._results, self._finished)
 
     def all_reduce(self, op: str = "sum") -> np.ndarray:
         """Reduce all ranks' buffers; return the result.  Collective; see `start`."""
@@ -112,7 +112,7 @@ class Window:
         Raises ConfigError for another, or while the handle `slots` reductions back is unfinished;
         DtypeMismatchError for the mean of integers.
         """
-        slot, group = self._free_slot(), self._group
+        number, group = self._free_number(), self._group
         call = Call("all_reduce", "window", op, self.dtype, (self.n,))
         with checking(group, "window.all_reduce") as agreed:
             if not isinstance(op, str):
@@ -120,28 +120,22 @@ class Window:
             check_op(call)
             if agreed.wanted:
                 agreed.on(self.dtype, f"{self.n} elements, op={op}")
-        self._number += 1
-        result = self._results[slot]
+        self._number = number
+        before, slot = self._handles[(number - 1) % self.slots], number % self.slots
+        result = in_turn(self._results, number)
         if self._vectors is None:
-            out = self._private[slot]
-            by_messages = _ByMessages(group, self._buffers[slot], out, op, result)
+            buffer, out = in_turn(self._buffers, number), in_turn(self._private, number)
+            by_messages = _ByMessages(group, buffer, out, op, result)
             self._handles[slot] = by_messages
             return by_messages
         group.sequence += 1
         group.calls["all_reduce"] += 1
-        number, before = self._number, self._handles[(slot - 1) % self.slots]
         assert not isinstance(before, _ByMessages)
         handle = Reduction(group, self._vectors, call, number, self.slots, before, lambda: result)
         self._handles[slot] = handle
         group.flight.note(Record(group.sequence, describe(call, "window"), handle))
         handle.begin()
         return handle
-
-    def release(self) -> None:
-        """Say that this rank does not read the finished results any more, before the next start."""
-        self._alive()
-        if self._vectors is not None:
-            self._vectors.flags.set(RELEASED, self._finished)
 
     def destroy(self) -> None:
         """Give the memory back; collective; calling it twice is harmless.
@@ -186,14 +180,16 @@ class Window:
         assert handle is not None
         return handle
 
-    def _free_slot(self) -> int:
-        """Return the slot of the next reduction, whose buffer nobody reads any more."""
+    def _free_number(self) -> int:
+        """Return the number of the next reduction, whose buffer nobody reads any more."""
         self._alive()
         before = self._number + 1 - self.slots
         if before > 0 and not self._handle(before).done:
             rule = f"reduction {before} of this window still reads it"
             raise ConfigError(explain("buffer", before % self.slots, rule, "Wait for it first"))
-        return (self._number + 1) % self.slots
+        number = self._number + 1
+        assert self._vectors is None or self._vectors.released(number - 2 * self.slots)
+        return number
 
 
 class _ByMessages:

@@ -23,10 +23,9 @@ def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
 
 
 @pytest.mark.parametrize("layout", ["", "0,0,1,1"], ids=["one", "two"])
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_slow_rank_at_every_step(
-    raw: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, step: str, slots: int, layout: str
+    raw: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, step: str, layout: str
 ) -> None:
     """One rank after the other is late at one step; others fill and read meanwhile."""
 
@@ -37,18 +36,23 @@ def test_a_slow_rank_at_every_step(
     monkeypatch.setattr(window_reduction, "pause", pause)
     if layout:
         monkeypatch.setenv("MPIPAR_FAKE_NODES", layout)
-    with mp.Communicator(raw) as comm, comm.window(4099, "int64", slots) as window:
-        pattern = np.arange(4099)
-        for number in range(1, 13):
-            pause("fill", number)
-            window.buffer[:] = pattern * number + comm.rank
-            result = window.all_reduce()
-            pause("read", number)
-            expected = comm.size * pattern * number + sum(range(comm.size))
-            np.testing.assert_array_equal(result, expected)
+    pattern = np.arange(4099)
+    with mp.Communicator(raw) as comm:
+        for slots in (1, 2):
+            with comm.window(4099, "int64", slots) as window:
+                for number in range(1, 9):
+                    pause("fill", number)
+                    window.buffer[:] = pattern * number + comm.rank
+                    result = window.all_reduce()
+                    pause("read", number)
+                    expected = comm.size * pattern * number + sum(range(comm.size))
+                    np.testing.assert_array_equal(result, expected)
 
 
-def test_every_rank_slow_at_random(raw: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["", "0,1,1,0"], ids=["one", "two"])
+def test_every_rank_slow_at_random(
+    raw: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
     """Two slots in flight: the next reduction starts before the last one's result is read."""
     draws = np.random.default_rng(raw.rank)
 
@@ -57,6 +61,8 @@ def test_every_rank_slow_at_random(raw: MPI.Intracomm, monkeypatch: pytest.Monke
             time.sleep(draws.random() * 0.002)
 
     monkeypatch.setattr(window_reduction, "pause", pause)
+    if layout:
+        monkeypatch.setenv("MPIPAR_FAKE_NODES", layout)
     with mp.Communicator(raw) as comm, comm.window(3000, "int64") as window:
         before, kept = None, 0
         for number in range(1, 41):
@@ -79,7 +85,6 @@ def test_a_fast_rank_fills_its_next_buffer(comm: mp.Communicator) -> None:
         assert (second.wait() == 2 * comm.size).all()
         assert (handle.wait() == comm.size).all()
         assert (window.result == 2 * comm.size).all()
-        assert window.buffer is first
 
 
 def test_a_buffer_that_is_still_read_is_refused(comm: mp.Communicator) -> None:
@@ -119,14 +124,6 @@ def test_the_pump_advances_it(comm: mp.Communicator) -> None:
         while not handle.done:
             progress()
         assert (handle.wait() == comm.size).all()
-
-
-def test_released_results_do_not_hold_others_up(comm: mp.Communicator) -> None:
-    with comm.window(100) as window:
-        for number in range(5):
-            window.buffer[:] = number
-            assert (window.all_reduce() == comm.size * number).all()
-            window.release()
 
 
 def test_a_rank_that_never_starts_is_named(raw: MPI.Intracomm) -> None:
@@ -223,7 +220,6 @@ def test_messages_in_place_of_windows_give_the_same_bits(
                     assert handle.wait().tobytes() == expected
                     assert window.result.tobytes() == expected
                     assert not window.result.flags.writeable
-                window.release()
     said = [record for record in caplog.records if "windows use messages" in record.message]
     assert len(said) == (1 if raw.rank == 0 else 0)
 
