@@ -18,7 +18,7 @@ import numpy as np
 from mpipar import arrays
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit
 from mpipar.autograd.record import array, record, record_pair, value, wrap
-from mpipar.autograd.tensor import Tensor, is_float
+from mpipar.autograd.tensor import Tensor, is_float, refuse_complex
 from mpipar.errors import BufferMismatchError, DtypeMismatchError, explain
 
 Operand = Any  # a Tensor, an array, or a number
@@ -49,8 +49,8 @@ def binary(
     """Record out = ufunc(x, y); x and y are the values of a and b, the vjps give out's shape."""
     try:
         out = ufunc(x, y)
-    except ValueError as error:
-        raise _mismatch(name, x, y) from error
+    except (TypeError, ValueError) as error:
+        raise _refused(name, x, y, error) from error
     if not (
         x.__class__ is np.ndarray
         and out.dtype in _PLAIN
@@ -60,6 +60,7 @@ def binary(
             else x.dtype is out.dtype
         )
     ):  # most operations meet equal shapes and dtypes and skip this
+        refuse_complex(name, out)
         out = _keep_sixteen(out, x, y)
         vjp_a, vjp_b = _fit(vjp_a, x, out), _fit(vjp_b, y, out)
     return record_pair(out, a, vjp_a, b, vjp_b)
@@ -92,6 +93,19 @@ def _keep_sixteen(out: Array, x: Any, y: Any) -> Array:
         return out
     dtype = (x if hasattr(x, "dtype") else y).dtype
     return out.astype(dtype) if is_sixteen_bit(dtype) else out
+
+
+def _refused(name: str, x: Any, y: Any, error: Exception) -> Exception:
+    """Return the error for operands that NumPy refused: mostly shapes that do not broadcast."""
+    try:
+        np.broadcast_shapes(np.shape(x), np.shape(y))
+    except ValueError:
+        return _mismatch(name, x, y)
+    kinds = tuple([str(getattr(v, "dtype", type(v).__name__)) for v in (x, y)])
+    rule = f"NumPy must be able to compute it, but {error}"
+    return DtypeMismatchError(
+        explain(f"{name} of", kinds, rule, 'Convert to floating-point: .astype("float32")')
+    )
 
 
 def _mismatch(name: str, x: Any, y: Any) -> BufferMismatchError:
@@ -129,7 +143,7 @@ def div(a: Operand, b: Operand) -> Tensor:
 
 
 def pow(a: Operand, b: Operand) -> Tensor:
-    """Return a ** b.  The gradient of b is 0 where a is 0."""
+    """Return a ** b.  The gradient of b is 0 where a is 0, and NaN where a is negative."""
     x, y = value(a), value(b)
 
     def vjp_a(g: Array) -> Array:
@@ -139,7 +153,7 @@ def pow(a: Operand, b: Operand) -> Tensor:
 
     def vjp_b(g: Array) -> Array:
         if not hasattr(x, "dtype"):
-            return g * x**y * (math.log(x) if x else 0)
+            return g * x**y * (math.log(x) if x > 0 else math.nan if x else 0)
         return g * x**y * np.log(np.where(x == 0, 1, x))
 
     return binary("pow", np.power, a, x, vjp_a, b, y, vjp_b)
@@ -175,17 +189,31 @@ def where(condition: Any, a: Operand, b: Operand) -> Tensor:
     """Return a where `condition` (booleans) is true, else b.  All three broadcast together."""
     c, x, y = array(condition), value(a), value(b)
     x, y = _number_like(x, y), _number_like(y, x)
-    return binary(
-        "where", lambda x, y: np.where(c, x, y),
-        a, x, lambda g: np.where(c, g, g.dtype.type(0)),
-        b, y, lambda g: np.where(c, g.dtype.type(0), g),
+    try:
+        out = _keep_sixteen(np.where(c, x, y), x, y)
+    except ValueError as error:
+        shapes = (c.shape, np.shape(x), np.shape(y))
+        rule, fix = "they must broadcast together", "Make dimensions, from the last, equal or 1"
+        raise BufferMismatchError(explain("where of shapes", shapes, rule, fix)) from error
+    refuse_complex("where", out)
+    return record_pair(
+        out,
+        a, _fit(lambda g: np.where(c, g, g.dtype.type(0)), x, out),
+        b, _fit(lambda g: np.where(c, g.dtype.type(0), g), y, out),
     )  # fmt: skip
 
 
 def clip(a: Operand, low: Any = None, high: Any = None) -> Tensor:
-    """Return a limited to [low, high]; the gradient passes where a is inside, bounds included."""
+    """Return a limited to [low, high]; the gradient passes where a is inside, bounds included.
+
+    A bound is a number, or an array or Tensor that broadcasts with a; where a lies outside, the
+    gradient goes to the bound.
+    """
     x = array(a)
-    low, high = (None if bound is None else value(bound) for bound in (low, high))
+    bounds = [None if bound is None else value(bound) for bound in (low, high)]
+    if is_float(x.dtype) and any(hasattr(bound, "dtype") for bound in bounds):
+        return _clip_by_arrays(a, low, high)
+    low, high = bounds
 
     def vjp(g: Array) -> Array:
         if low is not None:
@@ -193,6 +221,20 @@ def clip(a: Operand, low: Any = None, high: Any = None) -> Tensor:
         return g if high is None else g * (x <= high)
 
     return unary(a, x, np.clip(x, low, high).astype(x.dtype, copy=False), vjp)
+
+
+def _clip_by_arrays(a: Operand, low: Any, high: Any) -> Tensor:
+    """Return clip(a, low, high) for float a and bounds that are arrays."""
+    out, dtype = a, array(a).dtype
+    for bound, outside in ((low, np.less), (high, np.greater)):
+        if bound is not None:
+            bound = astype(bound, dtype) if hasattr(value(bound), "dtype") else bound
+            try:
+                beyond = outside(value(out), value(bound))
+            except ValueError as error:
+                raise _mismatch("clip", value(out), value(bound)) from error
+            out = where(beyond, bound, out)
+    return out if isinstance(out, Tensor) else wrap(array(out))
 
 
 def neg(a: Operand) -> Tensor:
@@ -258,6 +300,9 @@ def astype(a: Operand, dtype: Any) -> Tensor:
         rule = "it must be a dtype, or the name of one"
         fix = 'Pass "float32", "float64", "bfloat16", "float16", "int64" or a NumPy dtype'
         raise DtypeMismatchError(explain("dtype", dtype, rule, fix)) from error
+    if target.kind == "c":
+        rule = "complex numbers have no place in this autograd"
+        raise DtypeMismatchError(explain("dtype", target.name, rule, "Choose a real dtype"))
     out = x.astype(target, copy=False)
     if not is_float(target):
         return wrap(out)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
 from mpipar.autograd.tape import Node, Port, Source, Vjp, state
-from mpipar.autograd.tensor import Tensor, is_float, source_of
+from mpipar.autograd.tensor import Tensor, is_float, refuse_complex, source_of
 
 _new = object.__new__
 
@@ -50,13 +50,15 @@ def wrap(data: Any, node: Any = None) -> Tensor:
     out: Tensor = _new(Tensor)
     out.data = data if type(data) is np.ndarray or is_device(data) else np.asarray(data)
     out.node = node
-    out.requires_grad = node is not None
+    out.wants = node is not None
     out.grad = out.hooks = None
     return out
 
 
 def _recorded(data: Any, sources: tuple[Source, ...], vjp: Any) -> Tensor:
     """Return the Tensor of a new node: `wrap(data, Node(sources, vjp))` in one call, for speed."""
+    if data.dtype.kind == "c":
+        refuse_complex("result", data)
     node: Node = _new(Node)
     node.inputs = sources
     node.vjp = vjp
@@ -66,7 +68,7 @@ def _recorded(data: Any, sources: tuple[Source, ...], vjp: Any) -> Tensor:
     out: Tensor = _new(Tensor)
     out.data = data if type(data) is np.ndarray or is_device(data) else np.asarray(data)
     out.node = node
-    out.requires_grad = True
+    out.wants = True
     out.grad = out.hooks = None
     return out
 
@@ -80,7 +82,7 @@ def record(data: Any, inputs: tuple[Any, ...], vjp: Vjp) -> Tensor:
     if state.enabled:
         if len(inputs) == 1:
             x = inputs[0]
-            if isinstance(x, Tensor) and x.requires_grad:
+            if isinstance(x, Tensor) and x.wants:
                 return _recorded(data, (x.node or x,), (vjp,))
         else:
             sources = tuple([source_of(x) for x in inputs])
@@ -95,8 +97,8 @@ def record_pair(data: Any, a: Any, vjp_a: Vjp, b: Any, vjp_b: Vjp) -> Tensor:
     The vjp, and what it keeps, of an input that wants no gradient is dropped.
     """
     if state.enabled:
-        wants_b = isinstance(b, Tensor) and b.requires_grad
-        if isinstance(a, Tensor) and a.requires_grad:
+        wants_b = isinstance(b, Tensor) and b.wants
+        if isinstance(a, Tensor) and a.wants:
             source = a.node or a
             if wants_b:
                 return _recorded(data, (source, b.node or b), (vjp_a, vjp_b))

@@ -25,13 +25,21 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
     if dim is None:
         return tuple(range(ndim))
     given = dim if isinstance(dim, tuple | list) else (dim,)
-    dims = tuple(d + ndim if d < 0 else d for d in given)
-    if len(set(dims)) < len(dims) or any(not 0 <= d < ndim for d in dims):
+    dims = tuple(d + ndim if is_int(d) and d < 0 else d for d in given)
+    if not all(is_int(d) and 0 <= d < ndim for d in dims) or len(set(dims)) < len(dims):
+        if not ndim:
+            rule, fix = "a tensor without dimensions has none to choose", "Reshape it to (1,)"
+            raise BufferMismatchError(explain("dim", dim, rule, fix))
         raise BufferMismatchError(
             explain("dim", dim, f"dimensions must be different, and from {-ndim} to {ndim - 1}",
                     f"The tensor has {ndim}: choose among them")
         )  # fmt: skip
     return dims
+
+
+def is_int(x: Any) -> bool:
+    """Say whether x is an integer of Python or NumPy."""
+    return isinstance(x, int | np.integer)
 
 
 def _kept(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -80,6 +88,7 @@ def _extreme(ufunc: Any, x: Any, dim: Any, keepdim: bool) -> Tensor:
     data = array(x)
     dims = dims_of(dim, data.ndim)
     kept = _kept(data.shape, dims)
+    _check_filled(data, dims)
     out = ufunc.reduce(data, axis=dims, keepdims=keepdim)
 
     def vjp(g: Array) -> Array:
@@ -90,6 +99,13 @@ def _extreme(ufunc: Any, x: Any, dim: Any, keepdim: bool) -> Tensor:
     return record(out, (x,), vjp)
 
 
+def _check_filled(data: Array, dims: tuple[int, ...]) -> None:
+    """Raise BufferMismatchError if there is nothing to take the extreme of."""
+    if not math.prod([data.shape[d] for d in dims]):
+        rule = f"there must be an element along dimensions {dims} to find an extreme"
+        raise BufferMismatchError(explain("shape", data.shape, rule, "Leave empty tensors out"))
+
+
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Array:
     """Return the place of the first maximum along `dim`, or in x as one row if dim is None.
 
@@ -98,16 +114,24 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Array:
     data = array(x)
     if dim is not None:
         (dim,) = dims_of(dim, data.ndim)
+    _check_filled(data, dims_of(dim, data.ndim))
     return module_of(data).asarray(data.argmax(dim, keepdims=keepdim))
 
 
 def var(x: Any, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
-    """Return the variance over `dim`: squared deviations over n - correction, as in PyTorch."""
+    """Return the variance over `dim`: squared deviations over n - correction, as in PyTorch.
+
+    Raises BufferMismatchError unless there are more than `correction` elements.
+    """
     data = array(x)
     dims = dims_of(dim, data.ndim)
     kept, dtype = _kept(data.shape, dims), data.dtype
     wide = compute_dtype(dtype)
     count = math.prod([data.shape[d] for d in dims])
+    if count <= correction:
+        rule = f"there must be more than correction={correction} elements, but there are {count}"
+        fix = "Pass correction=0 for the plain mean of squares, or a larger tensor"
+        raise BufferMismatchError(explain("shape", data.shape, rule, fix))
     away = data - _total(data, axis=dims, keepdims=True, dtype=wide) / count
     out = _total(away * away, axis=dims, keepdims=keepdim) / (count - correction)
 

@@ -5,16 +5,16 @@ numbers names every element at most once, so its gradient is assigned into zeros
 integer arrays may name one twice, so its gradient is added.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.record import array, record, record_many
-from mpipar.autograd.reductions import dims_of
+from mpipar.autograd.reductions import dims_of, is_int
 from mpipar.autograd.tensor import Tensor
 from mpipar.errors import BufferMismatchError, explain
 
@@ -25,16 +25,21 @@ def reshape(x: Any, *shape: Any) -> Tensor:
     It shares memory with x where x lies in order, else it is a copy.
     """
     data = array(x)
-    target = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    target = shape if len(shape) != 1 or is_int(shape[0]) else _sizes(shape[0])
     before = data.shape
     try:
         out = data.reshape(target)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise BufferMismatchError(
             explain("shape", target, f"it must have the {data.size} elements of shape {before}",
                     "Pass sizes with this product")
         ) from error  # fmt: skip
     return record(out, (x,), lambda g: g.reshape(before))
+
+
+def _sizes(shape: Any) -> tuple[Any, ...]:
+    """Return sizes, or dimensions, given as one argument; what they are is checked elsewhere."""
+    return tuple(shape) if isinstance(shape, Iterable) else (shape,)
 
 
 def unsqueeze(x: Any, dim: int) -> Tensor:
@@ -54,9 +59,9 @@ def squeeze(x: Any, dim: Any = None) -> Tensor:
 def permute(x: Any, *dims: Any) -> Tensor:
     """Return x with dimension dims[i] at place i."""
     data = array(x)
-    order = dims if len(dims) != 1 or isinstance(dims[0], int) else tuple(dims[0])
-    order = tuple(d + data.ndim if d < 0 else d for d in order)
-    if sorted(order) != list(range(data.ndim)):
+    given = dims if len(dims) != 1 or is_int(dims[0]) else _sizes(dims[0])
+    order = tuple(d + data.ndim if is_int(d) and d < 0 else d for d in given)
+    if not all(map(is_int, order)) or sorted(order) != list(range(data.ndim)):
         raise BufferMismatchError(
             explain("dims", dims, f"they must be the {data.ndim} dimensions of shape {data.shape}",
                     "Name each of them once")
@@ -83,11 +88,12 @@ def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
     """Return x repeated to `shape`, as NumPy broadcasts."""
     data = array(x)
     before, dtype = data.shape, data.dtype
+    target = (shape,) if is_int(shape) else _sizes(shape)
     try:
-        out = np.broadcast_to(data, tuple(shape))
-    except ValueError as error:
+        out = np.broadcast_to(data, target)
+    except (TypeError, ValueError) as error:
         raise BufferMismatchError(
-            explain("shape", tuple(shape), f"a tensor of shape {before} must broadcast to it",
+            explain("shape", target, f"a tensor of shape {before} must broadcast to it",
                     "Make dimensions, counted from the last, equal or 1")
         ) from error  # fmt: skip
     return record(out, (x,), lambda g: unbroadcast(g, before, dtype))
@@ -98,7 +104,7 @@ def index(x: Any, where: Any) -> Tensor:
     data = array(x)
     parts = where if isinstance(where, tuple) else (where,)
     parts = tuple([_part(part) for part in parts])
-    repeats = any([isinstance(p, np.ndarray) and p.dtype != bool for p in parts])
+    repeats = any([hasattr(p, "dtype") and p.ndim and p.dtype != bool for p in parts])
     shape, dtype, xp = data.shape, data.dtype, module_of(data)
 
     def vjp(g: Array) -> Array:
@@ -114,10 +120,13 @@ def index(x: Any, where: Any) -> Tensor:
 
 
 def _part(part: Any) -> Any:
-    """Return one part of an index without Tensors and lists."""
+    """Return one part of an index: a sequence, which a list or tuple is here, as an array."""
     if isinstance(part, Tensor):
         return part.data
-    return np.asarray(part) if isinstance(part, list) else part
+    if not isinstance(part, Sequence) or isinstance(part, str):
+        return part
+    out = np.asarray(part)
+    return out if out.size else out.astype(np.intp)  # NumPy lets x[[]] name nothing
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
@@ -166,19 +175,24 @@ def split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...
     """Return views of x along `dim`: blocks of `sizes` elements (the last may have fewer) if it is
     an int, else blocks of these sizes.
 
-    Raises BufferMismatchError if the sizes do not add up to that of x.
+    Raises BufferMismatchError if sizes are negative or do not add up to that of x.
     """
     data = array(x)
+    (dim,) = dims_of(dim, data.ndim)
     total = data.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - start) for start in range(0, total, sizes)] or [0]
-    if sum(sizes) != total:
+    if is_int(sizes):
+        step = int(cast(int, sizes))
+        if step < 1:
+            rule = "blocks must have at least 1 element"
+            raise BufferMismatchError(explain("sizes", step, rule, "Pass a larger number"))
+        sizes = [min(step, total - start) for start in range(0, total, step)] or [0]
+    sizes = list(cast(Sequence[int], sizes))
+    if not all(is_int(size) and size >= 0 for size in sizes) or sum(sizes) != total:
         raise BufferMismatchError(
-            explain("sizes", list(sizes), f"they must add up to {total}, dim {dim} of {data.shape}",
-                    "Pass sizes with this sum")
+            explain("sizes", sizes, f"they must add up to {total}, dim {dim} of {data.shape}",
+                    "Pass sizes with this sum, none negative")
         )  # fmt: skip
     ends = list(accumulate(sizes))
-    axis = dim % data.ndim
-    before = (slice(None),) * axis
+    before = (slice(None),) * dim
     parts = [data[(*before, slice(end - size, end))] for size, end in zip(sizes, ends, strict=True)]
-    return record_many(parts, (x,), lambda *grads: (np.concatenate(grads, axis),))
+    return record_many(parts, (x,), lambda *grads: (np.concatenate(grads, dim),))

@@ -24,10 +24,14 @@ class Tensor(Declared):
     requires_grad: whether backward shall leave a gradient in `.grad`, a plain array of the same
     shape and dtype.  A `.grad` that is already there is added to in place.
 
-    Raises DtypeMismatchError if a gradient is wanted for numbers that are not floating-point.
+    The backward of an operation may read `.data` of its inputs, which is not copied: what is
+    changed in place between forward and backward gives gradients of the changed values.
+
+    Raises DtypeMismatchError if a gradient is wanted for numbers that are not floating-point, and
+    for complex numbers.
     """
 
-    __slots__ = ("__weakref__", "data", "grad", "hooks", "node", "requires_grad")
+    __slots__ = ("__weakref__", "data", "grad", "hooks", "node", "wants")
     __array_priority__ = 1000
     __hash__ = object.__hash__
 
@@ -35,7 +39,7 @@ class Tensor(Declared):
     grad: Array | None
     hooks: list[Callable[["Tensor"], object]] | None
     node: Any  # the Node or Port that made it; None for a leaf
-    requires_grad: bool
+    wants: bool  # what requires_grad says, without the checks
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
         """Make a leaf."""
@@ -43,16 +47,26 @@ class Tensor(Declared):
             data = data.data
         elif not isinstance(data, np.ndarray) and not is_device(data):
             data = np.asarray(data)
-        if requires_grad and not is_float(data.dtype):
-            raise DtypeMismatchError(
-                explain("dtype", data.dtype.name, "what has a gradient must be floating-point",
-                        'Pass data.astype("float32") or requires_grad=False')
-            )  # fmt: skip
+        refuse_complex("Tensor", data)
         self.data = data
         self.grad = None
         self.hooks = None
         self.node = None
         self.requires_grad = requires_grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether backward leaves, or passes on, a gradient here."""
+        return self.wants
+
+    @requires_grad.setter
+    def requires_grad(self, wants: bool) -> None:
+        if wants and not is_float(self.data.dtype):
+            raise DtypeMismatchError(
+                explain("dtype", self.data.dtype.name, "what has a gradient must be floating-point",
+                        'Pass data.astype("float32") or requires_grad=False')
+            )  # fmt: skip
+        self.wants = bool(wants)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -180,6 +194,15 @@ def is_float(dt: np.dtype) -> bool:
     return dt.kind == "f" or dt.name == "bfloat16"
 
 
+def refuse_complex(name: str, data: Any) -> None:
+    """Raise DtypeMismatchError for complex numbers: no vjp here conjugates."""
+    if data.dtype.kind == "c":
+        rule = "numbers must be real: gradients of complex ones are not defined here"
+        raise DtypeMismatchError(
+            explain(f"{name}: dtype", data.dtype.name, rule, "Use the real and imaginary part")
+        )
+
+
 def backward(*losses: Tensor, grads: Sequence[Any] | None = None) -> None:
     """Run backward once from several tensors: the gradients of their sum reach the leaves.
 
@@ -198,7 +221,7 @@ def backward(*losses: Tensor, grads: Sequence[Any] | None = None) -> None:
 
 def source_of(x: Any) -> Source:
     """Return where a gradient of `x` must go: its node, itself if it is a leaf, or None."""
-    if isinstance(x, Tensor) and x.requires_grad:
+    if isinstance(x, Tensor) and x.wants:
         return x if x.node is None else x.node
     return None
 
@@ -220,6 +243,7 @@ def _seed(loss: Tensor, grad: Any) -> Array:
             explain("grad.shape", grad.shape, f"it must be the shape of the tensor, {data.shape}",
                     "Pass a gradient of this shape")
         )  # fmt: skip
+    refuse_complex("grad", grad)
     return grad.astype(data.dtype, copy=False)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit, module_of
 from mpipar.autograd import Tensor
-from mpipar.errors import ConfigError, explain
+from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.nn.module import Module, tensors_of
 from mpipar.nn.spec import Spec
 
@@ -71,6 +71,7 @@ class Optimizer:
 
     @lr.setter
     def lr(self, value: float) -> None:
+        check_settings({"lr": value})
         for group in self.param_groups:
             group["lr"] = float(value)
 
@@ -80,7 +81,12 @@ class Optimizer:
             param.grad = None
 
     def step(self, grad_scale: float = 1.0) -> None:
-        """Update every parameter that has a gradient, which is first multiplied by grad_scale."""
+        """Update every parameter that has a gradient, which is first multiplied by grad_scale.
+
+        Raises ConfigError for a setting of a group out of range, and BufferMismatchError for a
+        gradient of another shape than its parameter; then nothing was updated.
+        """
+        self._check_step()
         for group in self.param_groups:
             for param in group["params"]:
                 grad = param.grad
@@ -95,6 +101,18 @@ class Optimizer:
                 self.update(solid, grad, state, group, grad_scale)
                 if solid is not param.data:
                     param.data[...] = solid
+
+    def _check_step(self) -> None:
+        """Raise if a setting that was changed, or a gradient, cannot be right."""
+        for number, group in enumerate(self.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            check_settings(settings, f"param_groups[{number}]")
+            for param in group["params"]:
+                if param.grad is not None and param.grad.shape != param.data.shape:
+                    name = f"grad.shape of {self.names[id(param)]}"
+                    rule = f"it must be that of the parameter, {param.data.shape}"
+                    fix = "Reshape the gradient: broadcast, it would be another one"
+                    raise BufferMismatchError(explain(name, param.grad.shape, rule, fix))
 
     def slots_of(self, group: Group) -> tuple[str, ...]:
         """Return the names of the arrays kept for each parameter of a group."""
@@ -164,7 +182,7 @@ class Optimizer:
         state = {slot: xp.zeros(param.data.shape, wide) for slot in self.slots_of(group)}
         state["step"] = np.zeros(1, np.int64)
         if is_sixteen_bit(param.data.dtype):
-            state["master"] = param.data.astype(wide)
+            state["master"] = param.data.astype(wide, order="C")  # a kernel takes no other order
         return state
 
 
