@@ -46,6 +46,7 @@ class Overhead:
 
 
 Config = Collectives | Overhead
+ALONE = (Overhead,)
 
 
 def run(config: Collectives | Overhead) -> int:

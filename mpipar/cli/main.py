@@ -1,21 +1,23 @@
 """The command `mpipar`: finds the subcommand, reads its flags, runs it, reports mistakes.
 
 A subcommand is a module of this package with a frozen dataclass `Config` (or a union of some, for
-subcommands of its own) and `run(config) -> int`, the exit code.  tyro makes flags, help and checks
+subcommands of its own), `run(config) -> int`, the exit code, and `ALONE`, those configurations that
+one process runs without MPI.  tyro makes flags, help and checks
 of types from the dataclass: the same typed class serves programs and the command line, and there is
 no parser to keep in step with it.  Only the module that was asked for is imported.
 
 Exit codes: 0 done, 1 what was checked is wrong, 2 a mistake in the command, a setting or a file.
 """
 
-import os
+import io
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 
 from mpipar.errors import MpiparError
+from mpipar.train import launch, outputs
 
 COMMANDS = {
     "train": "train a language model on text; start it with mpiexec",
@@ -23,6 +25,7 @@ COMMANDS = {
     "schedule": "show, verify and simulate collective algorithms and pipelines",
 }
 HEAD_START = 0.5  # seconds for rank 0 to speak, before the launcher sees that another has ended
+PATIENCE = 2.0  # seconds for all processes of a job to leave, before one ends it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,29 +36,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _first_rank_speaks():
-            command = _command(arguments)
-            if isinstance(command, int):
-                return command
-            module = import_module(f"mpipar.cli.{command}")
-            config = _read(module.Config, arguments[1:], command)
-    except SystemExit as end:  # tyro has printed help or what is wrong
-        return end.code if isinstance(end.code, int) else 2
-    try:
-        return module.run(config)
-    except MpiparError as error:
-        if _many_ranks():
-            raise
-        print(f"mpipar: error: {error}", file=sys.stderr)
-        return 2
+        code = _main(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        outputs.silence_stdout()
+        return 0
     except KeyboardInterrupt:
         if _many_ranks():
             raise
         print("mpipar: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except (MpiparError, OSError, MemoryError) as error:
+        if _many_ranks():
+            raise
+        if isinstance(error, OSError):  # standard output may be what could not be written
+            outputs.silence_stdout()
+        text = f"the memory is full ({error})" if isinstance(error, MemoryError) else error
+        print(f"mpipar: error: {text}", file=sys.stderr)
+        return 2
+
+
+def _main(arguments: list[str]) -> int:
+    unsaid = io.StringIO()  # what a rank other than the first would have printed
+    try:
+        with _first_rank_speaks(unsaid):
+            command = _command(arguments)
+            if isinstance(command, int):
+                return _leave(command, arguments, unsaid)
+            module = import_module(f"mpipar.cli.{command}")
+            config = _read(module.Config, arguments[1:], command)
+    except SystemExit as end:  # tyro has printed help or what is wrong
+        return _leave(end.code if isinstance(end.code, int) else 2, arguments, unsaid)
+    if isinstance(config, module.ALONE) and not launch.first_of_job():
+        return 0  # the first process of the job does it
+    return module.run(config)
+
+
+def _leave(code: int, arguments: list[str], unsaid: io.StringIO) -> int:
+    """Return the exit code of a process that has nothing to run.
+
+    Where the launcher started others that wait for this one in MPI, that is the end of the job.
+    """
+    if not launch.has_peers() or arguments[:1] == ["schedule"] or "overhead" in arguments[:2]:
+        return code
+    if launch.start() is not None:  # not one job: nobody waits
+        return code
+    from mpi4py import MPI
+
+    left = MPI.COMM_WORLD.Ibarrier()  # complete if all processes leave
+    limit = time.monotonic() + PATIENCE
+    while not left.Test():
+        if time.monotonic() > limit:
+            rank = MPI.COMM_WORLD.rank
+            said = unsaid.getvalue().rstrip() if code else ""
+            text = said or "it has nothing to run, and the others wait for it"
+            print(f"mpipar: error: rank {rank}: {text}", file=sys.stderr, flush=True)
+            time.sleep(HEAD_START)
+            MPI.COMM_WORLD.Abort(2)
+        time.sleep(0.01)
+    return code
 
 
 def _command(arguments: list[str]) -> str | int:
@@ -98,17 +138,15 @@ def _read(config: type, arguments: list[str], command: str) -> object:
 
 
 @contextmanager
-def _first_rank_speaks() -> Iterator[None]:
-    """Let only the first process of a job print, since all of them have the same to say."""
-    from mpipar.train.launch import first_of_job
+def _first_rank_speaks(unsaid: io.StringIO) -> Iterator[None]:
+    """Let only the first process of a job print, since all of them have the same to say.
 
-    if first_of_job():
+    `unsaid` gets what another one would have printed.
+    """
+    if launch.first_of_job():
         yield
         return
-    with ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(redirect_stdout(nowhere))
-        stack.enter_context(redirect_stderr(nowhere))
+    with redirect_stdout(unsaid), redirect_stderr(unsaid):
         try:
             yield
         except SystemExit:

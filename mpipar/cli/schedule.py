@@ -137,6 +137,7 @@ class Draw(_Simulated):
 
 
 Config = Show | Verify | Simulate | Draw
+ALONE = (Show, Verify, Simulate, Draw)
 
 
 def run(config: Config) -> int:

@@ -21,7 +21,9 @@ from mpipar.errors import (
 )
 from mpipar.train.config import TrainConfig as Config
 
-__all__ = ["Config", "run"]
+__all__ = ["ALONE", "Config", "run"]
+
+ALONE = ()
 
 BETWEEN_RANKS = (BufferMismatchError, CollectiveTimeoutError, DtypeMismatchError, MismatchError)
 HEAD_START = 0.5  # seconds for one process to speak, where the others cannot be told when it has
@@ -55,6 +57,12 @@ def run(config: Config) -> int:
         if not isinstance(error, BETWEEN_RANKS):
             raise
         fail(f"rank {world.rank}: {error}", True, lambda: time.sleep(HEAD_START))
+        world.Abort(2)
+    except MemoryError as error:
+        text = f"rank {world.rank}: the memory is full ({error}). Pass a smaller --batch or model"
+        if world.size == 1:
+            return fail(text, True, lambda: None)
+        fail(text, True, lambda: time.sleep(HEAD_START))
         world.Abort(2)
     return 0
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from mpipar.errors import ConfigError, explain
 from mpipar.models.config import ModelConfig, default_hidden
+from mpipar.train import memory, outputs
 
 Rule = tuple[str, bool, str, str]  # parameter, whether its value is good, the rule, the fix
 
@@ -84,7 +85,8 @@ class TrainConfig:
     sample: int = 160
     """Tokens of text to generate at the end."""
     log: str | None = None
-    """File for one line of JSON a step."""
+    """File for lines of JSON: step, loss, lr, grad_norm, tokens_per_s, mfu, comm_s for each step;
+    step, val_loss for each measurement on held-out data."""
     plot: str | None = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 
@@ -153,6 +155,7 @@ class TrainConfig:
         for rules in (self._sizes, self._numbers, self._outputs):
             _check(self, rules())
         _check(self, self._mesh_rules(ranks, start))
+        _check(self, self._memory(self.mesh(ranks)[0]))
 
     def _sizes(self) -> Iterator[Rule]:
         for name in COUNTS:
@@ -167,14 +170,8 @@ class TrainConfig:
             fix = f"Pass --dim {nearest(self.dim, 2 * self.heads)}"
             rule = f"rotary positions turn pairs, so it is a multiple of 2 x heads={self.heads}"
             yield "dim", self.dim % (2 * self.heads) == 0, rule, fix
-            divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            rule = f"it divides heads={self.heads}"
-            yield (
-                "kv_heads",
-                self.heads % self.kv == 0,
-                rule,
-                f"Pass --kv-heads with one of {divisors}",
-            )
+            fix = f"Pass --kv-heads with one of {', '.join(map(str, divisors(self.heads)))}"
+            yield "kv_heads", self.heads % self.kv == 0, f"it divides heads={self.heads}", fix
         else:
             rule = "only llama groups its queries"
             yield "kv_heads", self.kv == self.heads, rule, "Leave it out, or pass --model llama"
@@ -194,10 +191,16 @@ class TrainConfig:
         yield "device", self.device == "cpu", rule, fix
         for name in ("log", "plot"):
             value = getattr(self, name)
-            parent = Path(value or ".").absolute().parent
-            rule, fix = f"there is no folder {parent}", "Make it first, or pass another path"
-            yield name, parent.is_dir(), rule, fix
-            yield name, not Path(value or "x").is_dir(), "it is a folder", "Pass the path of a file"
+            if value is None:
+                continue
+            reason = outputs.refusal(Path(value))
+            yield name, reason is None, reason or "", "Pass the path of a file that can be written"
+            own = self.data is None or not outputs.is_part_of(Path(value), Path(self.data))
+            rule = f"it must not be part of data={self.data!r}, which it would overwrite"
+            yield name, own, rule, "Pass another path"
+        if self.log is not None and self.plot is not None:
+            apart = not outputs.is_part_of(Path(self.plot), Path(self.log))
+            yield "plot", apart, "it must be another file than the log", "Pass another path"
         if self.plot is not None:
             formats = (".png", ".svg", ".pdf")
             rule = "the ending says the format"
@@ -209,6 +212,22 @@ class TrainConfig:
             )
             installed = importlib.util.find_spec("matplotlib") is not None
             yield "plot", installed, "it needs matplotlib", 'Run pip install "mpipar[plot]"'
+
+    def _memory(self, dp: int) -> Iterator[Rule]:
+        need, have = memory.needed(self, dp), memory.available()
+        usual = {"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160}
+        usual["hidden"] = default_hidden(self.model, self.dim)
+        name = max(usual, key=lambda name: self._number(name) // usual[name])
+        rule = (
+            f"weights, gradients, moments and activations take at least {memory.amount(need)} on "
+            f"each rank, and this machine has {memory.amount(have or 0)}"
+        )
+        yield name, have is None or need <= have, rule, f"Pass a smaller --{flag(name)}"
+
+    def _number(self, name: str) -> int:
+        value = self.value(name)
+        assert isinstance(value, int)
+        return value
 
     def _mesh_rules(self, ranks: int, start: Callable[[int], str]) -> Iterator[Rule]:
         dp, tp = self.mesh(ranks)
@@ -246,7 +265,8 @@ def flag(name: str) -> str:
 
 def divisors(n: int) -> list[int]:
     """Return the numbers that divide n."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def nearest(value: int, degree: int) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMIX_RANK")
 
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
 
 def mismatch(
     size: int, environ: Mapping[str, str] = os.environ, library: str | None = None
@@ -77,6 +79,11 @@ def first_of_job(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether the launcher numbers this process 0, whatever MPI thinks of it."""
     numbers = [_number(environ, variable) for variable in RANK_VARIABLES]
     return next((number for number in numbers if number is not None), 0) == 0
+
+
+def has_peers(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether a launcher started this process as one of several, whatever MPI thinks of it."""
+    return any((_number(environ, variable) or 1) > 1 for variable in SIZE_VARIABLES)
 
 
 def mpi_library() -> str:

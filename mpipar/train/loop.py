@@ -34,11 +34,11 @@ from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
 from mpipar.train import launch
-from mpipar.train.agree import mark, same, together
+from mpipar.train.agree import mark, raise_first, same, together
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Batches, Corpus, Rows, load
 from mpipar.train.peak import matmul_rate
-from mpipar.train.report import Facts, Report, Row
+from mpipar.train.report import Facts, Guarded, Report, Row
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,20 +56,21 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     if the ranks have different ones, NonFiniteError for a loss or gradient that is NaN or infinite.
     """
     report = report or Report()
+    guarded = Guarded(report)
     same(world, "the configuration", config.fingerprint(), "Start all ranks with the same flags.")
     together(world, lambda: config.validate(world.size, launch.command))
-    together(world, report.open)
     corpus = together(
         world,
         lambda: load(config.data, config.seq, config.vocab, world.rank, world.size),
     )
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
+    together(world, report.open)  # files are emptied only now
     options = {"reproducible": config.reproducible, "check": config.check_collectives}
     with Mesh(world, dp=config.dp, tp=config.tp, device=config.device, **options) as mesh:
-        return fit(config, mesh, corpus, report)
+        return fit(config, mesh, corpus, guarded)
 
 
-def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list[Row]:
+def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
     model = models.build(config.model_config(), **factories(mesh))
     decay = config.weight_decay
@@ -84,7 +85,9 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), comm_seconds(mesh)
         parts = batches.step(step, config.accumulate)
-        loss, norm, tokens = train_step(step, parts, replica, optimizer, mesh, config.clip)
+        loss, norm, tokens = train_step(
+            step, parts, replica, optimizer, mesh, config.clip, report.failure
+        )
         speed = tokens / (time.perf_counter() - start)
         row: Row = {
             "step": step,
@@ -101,6 +104,7 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> list
             rows.append({"step": step, "val_loss": evaluate(model, batches, config, mesh)})
             report.validation(rows[-1])
     report.end(sample(model, corpus, config, mesh))
+    require_told(report.failure, mesh)
     replica.destroy()
     return rows
 
@@ -112,11 +116,13 @@ def train_step(
     optimizer: AdamW,
     mesh: Mesh,
     clip: float,
+    failure: str = "",
 ) -> tuple[float, float, int]:
     """Take one step over this rank's micro-batches; `replica` sums gradients over mesh.dp.
 
     Returns the mean loss of the global batch, the norm of its gradient before clipping, and its
-    number of valid tokens.  Raises NonFiniteError on every rank if either is NaN or infinite.
+    number of valid tokens.  Raises NonFiniteError on every rank if either is NaN or infinite, and
+    ConfigError if `failure`, what went wrong with this rank's report, is not empty on any.
     """
     tokens = count_tokens(parts, mesh)
     optimizer.zero_grad()
@@ -130,7 +136,7 @@ def train_step(
                 share.backward()
             loss += float(share.item())  # the same on every rank
         norm = clip_grad_norm(replica.parameters(), clip or None, mesh)
-    require_finite(step, loss, norm, mesh)
+    require_finite(step, loss, norm, mesh, failure)
     optimizer.step()
     return loss, norm, tokens
 
@@ -141,14 +147,24 @@ def count_tokens(parts: Sequence[Rows], mesh: Mesh) -> int:
     return int(mesh.dp.all_reduce(np.array([mine], np.int64))[0])
 
 
-def require_finite(step: int, loss: float, norm: float, mesh: Mesh) -> None:
-    """Raise NonFiniteError on every rank if the loss or the norm is not finite on any."""
-    bad = np.array([not math.isfinite(loss), not math.isfinite(norm)], np.int32)
+def require_finite(step: int, loss: float, norm: float, mesh: Mesh, failure: str = "") -> None:
+    """Raise NonFiniteError on every rank if the loss or the norm is not finite on any.
+
+    Raises ConfigError on every rank if `failure` is not empty on any.
+    """
+    bad = np.array([not math.isfinite(loss), not math.isfinite(norm), failure != ""], np.int32)
     bad = mesh.world.all_reduce(bad, op="max")
+    if bad[2]:
+        require_told(failure, mesh)
     if bad.any():
         name, value = ("loss", loss) if bad[0] else ("grad_norm", norm)
-        fix = "Try a lower --lr, a longer --warmup, --clip 1, or --dtype float32"
+        fix = "Try a lower --lr, a longer --warmup, or --clip 1"
         raise mark(NonFiniteError(explain(name, value, f"it is not finite in step {step}", fix)))
+
+
+def require_told(failure: str, mesh: Mesh) -> None:
+    """Raise ConfigError on every rank if a report failed on any."""
+    raise_first(mesh.world.process_group.raw.allgather(("ConfigError", failure)))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

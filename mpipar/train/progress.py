@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from mpipar.train import terminal
 from mpipar.train.config import TrainConfig
-from mpipar.train.report import Facts, Report, Row
+from mpipar.train.outputs import silence_stdout
+from mpipar.train.report import Facts, Report, Row, unwritable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +47,7 @@ class Display(Report):
         config, corpus = self.config, facts.corpus
         self.say(
             f"{config.model} of {count(facts.parameters)} {config.dtype} parameters "
-            f"on {facts.dp * facts.tp} ranks: dp {facts.dp} x tp {facts.tp}"
+            f"on {ranks(facts.dp * facts.tp)}: dp {facts.dp} x tp {facts.tp}"
         )
         self.say(
             f"data: {corpus.name}, {count(len(corpus.train))} tokens to train on, "
@@ -84,9 +85,15 @@ class Display(Report):
                 self.say(f"{what}: {path}")
 
     def say(self, text: str) -> None:
-        """Print a line at once, above the bar."""
-        self.console.print(text, soft_wrap=True)
-        sys.stdout.flush()
+        """Print a line at once, above the bar; if the reader has left, the run goes on."""
+        try:
+            self.console.print(text, soft_wrap=True)
+            sys.stdout.flush()
+        except (BrokenPipeError, SystemExit):  # rich makes the second of the first
+            silence_stdout()
+        except OSError as error:
+            silence_stdout()
+            raise unwritable("stdout", "standard output", error) from error
 
     def close(self) -> None:
         """Take the bar off."""
@@ -117,6 +124,11 @@ def make_bar(console: "Console") -> "Progress":
         TimeRemainingColumn(),
         console=console,
     )
+
+
+def ranks(number: int) -> str:
+    """Return "1 rank" or "4 ranks"."""
+    return f"{number} rank{'s' * (number != 1)}"
 
 
 def count(number: float) -> str:

@@ -3,8 +3,9 @@
 `train` calls a Report; the base class is silent.  Only rank 0 has one that says something.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -27,10 +28,13 @@ class Facts:
 
 
 class Report:
-    """Listens to a run; this one does nothing with what it hears."""
+    """Listens to a run; this one does nothing with what it hears.
+
+    A method that cannot write raises ConfigError.
+    """
 
     def open(self) -> None:
-        """Get ready, before anything is sent; raises ConfigError if that is not possible."""
+        """Get ready, when settings and data are known to be good; this may empty files."""
 
     def begin(self, facts: Facts) -> None:
         """Hear what is known before the first step."""
@@ -86,6 +90,49 @@ class Several(Report):
             report.close()
 
 
+class Guarded(Report):
+    """Passes everything on to a report, until that fails, and remembers why.
+
+    Only rank 0 has a report that writes: an error raised there alone would leave the others waiting
+    in the next collective, so the loop lets all ranks know of `failure` when they meet anyway.
+    """
+
+    def __init__(self, report: Report) -> None:
+        """Take the report."""
+        self.report = report
+        self.failure = ""
+
+    def begin(self, facts: Facts) -> None:
+        """Tell it."""
+        self._try(lambda: self.report.begin(facts))
+
+    def step(self, row: Row) -> None:
+        """Tell it."""
+        self._try(lambda: self.report.step(row))
+
+    def validation(self, row: Row) -> None:
+        """Tell it."""
+        self._try(lambda: self.report.validation(row))
+
+    def end(self, sample: str) -> None:
+        """Tell it."""
+        self._try(lambda: self.report.end(sample))
+
+    def _try(self, tell: Callable[[], None]) -> None:
+        if self.failure:
+            return
+        try:
+            tell()
+        except ConfigError as error:
+            self.failure = str(error)
+
+
+def unwritable(flag: str, path: str, error: Exception) -> ConfigError:
+    """Return the error for an output that cannot be written, found when it was."""
+    rule = f"it cannot be written ({getattr(error, 'strerror', None) or error})"
+    return ConfigError(explain(flag, path, rule, "Pass another path"))
+
+
 class JsonLog(Report):
     """Writes a line of JSON for each step and each validation, as soon as it is known."""
 
@@ -99,14 +146,18 @@ class JsonLog(Report):
         try:
             self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            rule = f"it cannot be written ({error.strerror or error})"
-            raise ConfigError(explain("log", self.path, rule, "Pass another path")) from error
+            raise unwritable("log", self.path, error) from error
 
     def step(self, row: Row) -> None:
         """Write a line."""
-        if self.file is not None:
+        if self.file is None:
+            return
+        try:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
+        except OSError as error:
+            self.close()
+            raise unwritable("log", self.path, error) from error
 
     def validation(self, row: Row) -> None:
         """Write a line."""
@@ -115,7 +166,8 @@ class JsonLog(Report):
     def close(self) -> None:
         """Close the file."""
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):  # what is left of a line that could not be written
+                self.file.close()
             self.file = None
 
 
@@ -138,6 +190,7 @@ class Plot(Report):
     def end(self, sample: str) -> None:
         """Write the image."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
@@ -145,8 +198,12 @@ class Plot(Report):
         for name, style in (("loss", "-"), ("val_loss", "o")):
             steps, losses = zip(*self.losses[name], strict=True)
             axes.plot(steps, losses, style, label=labels[name])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats a token)")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.path, dpi=120)
+        try:
+            figure.savefig(self.path, dpi=120)
+        except OSError as error:
+            raise unwritable("plot", self.path, error) from error

@@ -14,6 +14,7 @@ from mpipar.cli.main import COMMANDS, main
 from mpipar.cli.schedule import byte_count, node_sizes, rank_counts
 from mpipar.errors import ConfigError
 from mpipar.schedule import generators, parse_rounds
+from mpipar.train import launch
 from mpipar.train.launch import RANK_VARIABLES
 
 Captured = pytest.CaptureFixture[str]
@@ -25,6 +26,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in RANK_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(main_module, "_many_ranks", lambda: False)
+    monkeypatch.setattr(launch, "has_peers", lambda: False)
 
 
 def schedule(line: str) -> int:
@@ -220,6 +222,7 @@ def test_only_the_first_rank_of_a_job_speaks(
     assert main(["trian"]) == 2
     assert main(["schedule", "show"]) == 2
     assert main(["--help"]) == 0
+    assert main(["schedule", "show", "all_reduce/ring"]) == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
 

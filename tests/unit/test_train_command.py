@@ -189,3 +189,41 @@ def test_collectives_that_do_not_fit_are_named(
     assert "mpipar: error: " in result.stderr
     for word in words:
         assert word in result.stderr, result.stderr
+
+
+def test_an_output_never_costs_a_file_that_was_there(tmp_path: Path) -> None:
+    text, old = tmp_path / "my.txt", tmp_path / "old.jsonl"
+    text.write_text("hello world " * 100)
+    old.write_text("old\n")
+    (tmp_path / "same.txt").symlink_to(text)
+    assert_one_line(train(1, "--data", text, "--log", tmp_path / "same.txt"), ["part of data"])
+    assert_one_line(train(1, "--data", tmp_path / "none", "--log", old), ["no such file"])
+    assert_one_line(train(1, "--data", tmp_path, "--log", tmp_path / "new"), ["part of data"])
+    assert (text.stat().st_size, old.read_text()) == (1200, "old\n")
+
+
+@pytest.mark.parametrize("flag", ["log", "plot"])
+def test_a_full_disk_is_one_line_and_the_end_of_all_ranks(tmp_path: Path, flag: str) -> None:
+    full = tmp_path / "full.svg"
+    full.symlink_to("/dev/full")
+    result = train(2, "--steps", "2", "--sample", "0", f"--{flag}", full)
+    assert_one_line(result, [f"{flag}=", "No space left", "rank 0"])
+    assert result.returncode == 2
+
+
+def test_a_reader_that_leaves_and_a_full_standard_output() -> None:
+    line = " ".join([sys.executable, *TRAIN, *TINY, "--steps 2 --sample 0"])
+    full = run(["sh", "-c", f"{line} > /dev/full"], timeout=60)
+    assert full.returncode == 2
+    assert_one_line(full, ["standard output", "No space left"])
+    head = run(["bash", "-c", f"{line} | head -1; exit ${{PIPESTATUS[0]}}"], timeout=60)
+    assert (head.returncode, head.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("bad", ["--steps=abc", "--help"])
+def test_a_rank_with_nothing_to_run_ends_the_job(bad: str) -> None:
+    mine = [sys.executable, *TRAIN, *TINY]
+    command = [*mpiexec(), "-n", "1", *mine, ":", "-n", "1", *mine, bad]
+    result = run(command, timeout=60)
+    assert result.returncode != 0
+    assert "mpipar: error: rank 1: " in result.stderr

@@ -37,6 +37,13 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"device": "cuda"}, ["device='cuda'", "--device cpu"]),
     (1, {"log": "/nowhere/at/all.jsonl"}, ["log='/nowhere/at/all.jsonl'", "no folder /nowhere/at"]),
     (1, {"log": "/tmp"}, ["log='/tmp'", "folder"]),
+    (1, {"vocab": 10**11}, ["vocab=100000000000", "B on each rank", "this machine has"]),
+    (1, {"layers": 10**11}, ["layers=", "B on each rank", "--layers"]),
+    (1, {"dim": 10**11}, ["dim=", "B on each rank", "--dim"]),
+    (1, {"batch": 10**11, "accumulate": 10**11}, ["batch=", "B on each rank", "--batch"]),
+    (1, {"sample": 10**11}, ["sample=", "B on each rank", "--sample"]),
+    (1, {"plot": "loss.svg", "log": "./loss.svg"}, ["plot='loss.svg'", "another file"]),
+    (1, {"log": __file__, "data": __file__}, ["log=", "part of data="]),
     (1, {"plot": "loss.txt"}, ["plot='loss.txt'", ".png"]),
 ]
 

@@ -1,0 +1,56 @@
+"""Does a model fit into this machine's memory?  A lower bound, so that nothing possible is refused.
+
+A rank holds its parameters, their gradients and AdamW's two moments, cut over the tp ranks, and of
+one micro-batch what backward needs:
+
+    parameters   vocab d + layers (2 d d + 2 d d kv/heads + (2 or 3) d hidden)     over tp
+    activations  tokens of a micro-batch x (layers (4 d + hidden/tp) + 2 vocab/tp)
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpipar.arrays import compute_dtype
+from mpipar.arrays import dtype as as_dtype
+
+if TYPE_CHECKING:
+    from mpipar.train.config import TrainConfig
+
+CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def needed(config: "TrainConfig", dp: int) -> int:
+    """Return the least bytes that each rank needs; `dp` data-parallel ranks."""
+    d, tp = config.dim, config.tp
+    stored, computed = as_dtype(config.dtype).itemsize, compute_dtype(as_dtype(config.dtype))
+    matrices = 3 if config.model == "llama" else 2  # of the feed-forward layer
+    block = 2 * d * d + 2 * d * d * config.kv // config.heads + matrices * d * config.ffn
+    parameters = (config.vocab * d + config.layers * block) // tp
+    rows = -(-config.batch // (dp * config.accumulate))
+    width = config.layers * (4 * d + config.ffn // tp) + 2 * config.vocab // tp
+    drawn = 8 * config.batch // dp + 8 * config.sample  # places of sequences, tokens of the sample
+    moments = 2 * max(4, stored)
+    return (
+        parameters * (2 * stored + moments) + rows * config.seq * width * computed.itemsize + drawn
+    )
+
+
+def available() -> int | None:
+    """Return the bytes of this machine's memory, or of its control group; None if not known."""
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+    try:
+        return min(whole, int(CONTROL_GROUP.read_text()))
+    except (OSError, ValueError):  # "max", or no control groups
+        return whole
+
+
+def amount(bytes: int) -> str:
+    """Return bytes as "12.5 GB"."""
+    for power, unit in ((5, "PB"), (4, "TB"), (3, "GB"), (2, "MB")):
+        if bytes >= 1000**power:
+            return f"{min(bytes, 10**40) / 1000**power:.3g} {unit}"
+    return f"{bytes:,} bytes"
