@@ -33,6 +33,10 @@ class CollectiveTimeoutError(MpiparError, TimeoutError):
     """A wait went past the communicator's time limit; the message names who waits for whom."""
 
 
+class PeerError(MpiparError, ConnectionError):
+    """MPI reports a failure while ranks communicate: a peer may be gone."""
+
+
 class DestroyedError(MpiparError, RuntimeError):
     """A communicator was used after `destroy()`."""
 

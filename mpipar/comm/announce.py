@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipar.arrays import dtype as dtype_of
-from mpipar.comm.buffers import as_array
+from mpipar.comm.buffers import DTYPES, as_array
 from mpipar.comm.calls import Call, check_rank
 from mpipar.comm.check import checking
 from mpipar.comm.group import ProcessGroup
@@ -14,10 +14,10 @@ from mpipar.errors import BufferMismatchError, ConfigError, explain
 
 Sizes = Sequence[int] | str | None
 HEADER = 16  # int64: dtype number, dimensions, whether a Tensor, shape
-_HEADER_DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-)
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int | np.integer) and size >= 0
 
 
 class Announced(NamedTuple):
@@ -35,9 +35,9 @@ def gathered_sizes(group: ProcessGroup, own: int, sizes: Sizes) -> tuple[int, ..
     """
     if sizes is None:
         return (own,) * group.size
-    if not isinstance(sizes, str):
+    if isinstance(sizes, tuple | list) and all(_is_size(size) for size in sizes):
         return tuple(int(size) for size in sizes)
-    if sizes != "exchange":
+    if not isinstance(sizes, str) or sizes != "exchange":
         raise ConfigError(
             explain(
                 "sizes",
@@ -69,9 +69,7 @@ def announce(
     call = Call("broadcast", "auto", None, told.dtype, (HEADER,), src)
     group.start(call, header, told, lambda: None)
     number, ndim, tensor = told[:3].tolist()
-    kind = Announced(
-        tuple(told[3 : 3 + ndim].tolist()), dtype_of(_HEADER_DTYPES[number]), bool(tensor)
-    )
+    kind = Announced(tuple(told[3 : 3 + ndim].tolist()), dtype_of(DTYPES[number]), bool(tensor))
     with checking(group, name):
         if template and x is not None and (x.shape, x.dtype) != kind[:2]:
             raise BufferMismatchError(
@@ -97,7 +95,7 @@ def _header(x: np.ndarray | None, differentiable: bool, src: int) -> np.ndarray:
             explain("x.ndim", x.ndim, f"at most {HEADER - 3} dimensions", "Reshape it")
         )
     header = np.zeros(HEADER, np.int64)
-    header[:3] = _HEADER_DTYPES.index(x.dtype.name), x.ndim, differentiable
+    header[:3] = DTYPES.index(x.dtype.name), x.ndim, differentiable
     header[3 : 3 + x.ndim] = x.shape
     return header
 

@@ -16,11 +16,11 @@ from mpipar.partition import offsets
 
 def axis(dim: int, ndim: int, parameter: str = "dim") -> int:
     """Return `dim` as 0 <= dim < ndim.  Raises BufferMismatchError if there is no such one."""
-    if not -ndim <= dim < ndim:
-        raise BufferMismatchError(
-            explain(parameter, dim, f"the array has {ndim} dimensions", "Choose one of them")
-        )
-    return dim % ndim
+    whole = isinstance(dim, int | np.integer) and not isinstance(dim, bool)
+    if not whole or not -ndim <= dim < ndim:
+        rule = f"it must be one of the array's {ndim} dimensions"
+        raise BufferMismatchError(explain(parameter, dim, rule, "Choose one of them"))
+    return int(dim) % ndim
 
 
 def with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpipar.arrays import Array, is_sixteen_bit, module
+from mpipar.arrays import Array, module
 from mpipar.errors import BufferMismatchError, DtypeMismatchError, explain
 
 LIMIT = 2**31 - 2**16
+
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+)
 
 _LIBRARY_TYPES = {
     "float32": MPI.FLOAT,
@@ -37,22 +42,26 @@ _LIBRARY_TYPES = {
 
 
 def as_array(x: Any, parameter: str = "x") -> np.ndarray:
-    """Return `x` as a NumPy array of a numeric dtype.
+    """Return `x` as a NumPy array of a numeric dtype, in this machine's byte order.
 
-    Raises DtypeMismatchError for objects, strings and structured dtypes.
+    Raises DtypeMismatchError for a dtype that is not one of DTYPES.
     """
-    array = x if type(x) is np.ndarray else np.asarray(x)
-    if array.dtype.kind not in "biufcV" or array.dtype.hasobject or array.dtype.names is not None:
+    try:
+        array = x if type(x) is np.ndarray else np.asarray(x)
+    except ValueError as error:  # ragged lists
+        raise DtypeMismatchError(
+            explain(parameter, type(x).__name__, f"it must be an array ({error})", "Pass one")
+        ) from error
+    if array.dtype.name not in DTYPES:
         raise DtypeMismatchError(
             explain(
-                f"{parameter}.dtype", str(array.dtype), "arrays must hold numbers", "Convert it"
+                f"{parameter}.dtype",
+                str(array.dtype),
+                f"it must be one of {', '.join(DTYPES)}",
+                "Convert it",
             )
         )
-    if array.dtype.kind == "V" and not is_sixteen_bit(array.dtype):
-        raise DtypeMismatchError(
-            explain(f"{parameter}.dtype", str(array.dtype), "the type is not known", "Convert it")
-        )
-    return array
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def flat(x: np.ndarray) -> np.ndarray:
@@ -70,9 +79,9 @@ def result_array(
     """
     if out is None:
         return np.empty(shape, dtype)
-    if not isinstance(out, np.ndarray):
+    if type(out) not in (np.ndarray, np.memmap):
         raise DtypeMismatchError(
-            explain(parameter, type(out).__name__, "it must be an array", "Pass one, or None")
+            explain(parameter, type(out).__name__, "it must be a plain array", "Pass one, or None")
         )
     if out.shape != shape:
         raise BufferMismatchError(
@@ -92,6 +101,14 @@ def result_array(
             )
         )
     return out
+
+
+def require_apart(x: np.ndarray, out: Any, same_place: bool, form: str) -> None:
+    """Raise BufferMismatchError if x and out overlap, unless they do so in the one allowed form."""
+    if out is not None and not same_place and np.may_share_memory(x, out):
+        raise BufferMismatchError(
+            explain("out", "memory of x", f"it must not overlap x{form}", "Pass another array")
+        )
 
 
 def library_type(dtype: np.dtype) -> MPI.Datatype:

@@ -32,6 +32,7 @@ class Call(NamedTuple):
     sizes: tuple[int, ...]
     root: int = 0
     offset: int = 1
+    dims: tuple[int, ...] = ()  # the dimensions that are cut or joined
 
 
 @dataclass(eq=False, frozen=True)
@@ -99,7 +100,7 @@ def allowed(call: Call, default: str, reproducible: bool) -> str:
         if ordered:
             return "linear" if call.collective == "reduce" else "direct"
         return "auto"
-    if wanted not in known:
+    if not isinstance(wanted, str) or wanted not in known:
         raise ConfigError(
             explain(
                 "algorithm",
@@ -137,12 +138,15 @@ def describe(call: Call, algorithm: str) -> str:
     sizes = call.sizes[0] if len(set(call.sizes)) == 1 else call.sizes
     op = f", op={call.op}" if call.op is not None else ""
     root = f", root={call.root}" if call.collective in ROOTED else ""
-    return f"{call.collective}({call.dtype.name}, {sizes} elements{op}{root}) by {algorithm}"
+    dims = f", dims={call.dims}" if call.dims else ""
+    offset = f", offset={call.offset}" if call.collective == "shift" else ""
+    details = f"{sizes} elements{dims}{op}{root}{offset}"
+    return f"{call.collective}({call.dtype.name}, {details}) by {algorithm}"
 
 
-def check_rank(size: int, rank: int, parameter: str) -> None:
+def check_rank(size: int, rank: Any, parameter: str) -> None:
     """Raise ConfigError if `rank` is none of the group's."""
-    if not 0 <= rank < size:
-        raise ConfigError(
-            explain(parameter, rank, f"the group has ranks 0..{size - 1}", "Pass one of them")
-        )
+    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    if not whole or not 0 <= rank < size:
+        rule = f"it must be a rank of the group, 0..{size - 1}"
+        raise ConfigError(explain(parameter, rank, rule, "Pass one of them"))

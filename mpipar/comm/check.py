@@ -35,6 +35,7 @@ class checking:
         self._dtype = self._detail = ""
 
     def __enter__(self) -> "checking":
+        self._group.require_alive()
         return self
 
     def on(self, dtype: object, detail: str) -> None:
@@ -49,7 +50,7 @@ class checking:
     ) -> None:
         if not self._group.check or self._group.size == 1:
             return
-        if error is not None and not isinstance(error, (ValueError, TypeError)):
+        if error is not None and not isinstance(error, Exception):
             return
         self._agree(error)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpipar.comm.announce import Announced, Sizes, gathered_sizes
 from mpipar.comm.binding import axis, is_outermost, pack, unpack, with_size
-from mpipar.comm.buffers import as_array, flat, result_array
+from mpipar.comm.buffers import as_array, flat, require_apart, result_array
 from mpipar.comm.calls import Call, check_rank, operation
 from mpipar.comm.check import checking
 from mpipar.comm.group import ProcessGroup
@@ -29,7 +29,8 @@ def all_reduce(
     with checking(group, "all_reduce") as agreed:
         x = as_array(x)
         result = result_array(out, x.shape, x.dtype)
-        call = Call("all_reduce", algorithm or group.algorithm, operation(op), x.dtype, (x.size,))
+        require_apart(x, out, _same_place(x, result, 0, x.size), ", except as x itself")
+        call = Call("all_reduce", group.asked(algorithm), operation(op), x.dtype, (x.size,))
         if agreed.wanted:
             agreed.on(x.dtype, f"shape {x.shape}, op={operation(op)}, algorithm={call.algorithm}")
             group.validate(call)
@@ -43,7 +44,7 @@ def reduce(
     with checking(group, "reduce") as agreed:
         x = as_array(x)
         check_rank(group.size, dst, "dst")
-        call = Call("reduce", algorithm or group.algorithm, operation(op), x.dtype, (x.size,), dst)
+        call = Call("reduce", group.asked(algorithm), operation(op), x.dtype, (x.size,), dst)
         if agreed.wanted:
             agreed.on(x.dtype, f"shape {x.shape}, op={operation(op)}, dst={dst}")
             group.validate(call)
@@ -72,7 +73,11 @@ def reduce_scatter(
         result = result_array(out, with_size(x.shape, dim, cut[group.rank]), x.dtype)
         rest = _rest(x.shape, dim)
         counts = tuple(size * rest for size in cut)
-        call = Call("reduce_scatter", algorithm or group.algorithm, operation(op), x.dtype, counts)
+        own = sum(counts[: group.rank]), counts[group.rank]
+        same = is_outermost(x.shape, dim) and _same_place(result, x, *own)
+        require_apart(x, out, same, ", except its own block")
+        how = group.asked(algorithm)
+        call = Call("reduce_scatter", how, operation(op), x.dtype, counts, dims=(dim,))
         if agreed.wanted:
             agreed.on(x.dtype, f"shape {x.shape}, dim={dim}, sizes={cut}, op={operation(op)}")
             group.validate(call)
@@ -102,7 +107,11 @@ def all_gather(
         result = result_array(out, shape, x.dtype)
         rest = _rest(x.shape, dim)
         counts = tuple(size * rest for size in cut)
-        call = Call("all_gather", algorithm or group.algorithm, None, x.dtype, counts)
+        own = sum(counts[: group.rank]), counts[group.rank]
+        same = is_outermost(shape, dim) and _same_place(x, result, *own)
+        require_apart(x, out, same, ", except as its own block")
+        how = group.asked(algorithm)
+        call = Call("all_gather", how, None, x.dtype, counts, dims=(dim,))
         if agreed.wanted:
             agreed.on(x.dtype, f"{counts}")
             group.validate(call)
@@ -131,7 +140,8 @@ def gather(
     cut = gathered_sizes(group, x.shape[dim], "exchange")
     rest = _rest(x.shape, dim)
     counts = tuple(size * rest for size in cut)
-    call = Call("gather", algorithm or group.algorithm, None, x.dtype, counts, dst)
+    how = group.asked(algorithm)
+    call = Call("gather", how, None, x.dtype, counts, dst, dims=(dim,))
     if group.rank != dst:
         return group.start(call, flat(x), np.empty(0, x.dtype), lambda: None, async_op)
     result = np.empty(with_size(x.shape, dim, sum(cut)), x.dtype)
@@ -159,8 +169,11 @@ def broadcast(
     """Every rank gets the x of `src`, whose shape and dtype were announced."""
     with checking(group, "broadcast"):
         result = result_array(out, kind.shape, kind.dtype)
+        if x is not None:
+            same = _same_place(x, result, 0, result.size)
+            require_apart(x, out, same, ", except as x itself")
     count = math.prod(kind.shape)
-    call = Call("broadcast", algorithm or group.algorithm, None, kind.dtype, (count,), src)
+    call = Call("broadcast", group.asked(algorithm), None, kind.dtype, (count,), src)
     source = flat(as_array(x)) if group.rank == src else np.empty(0, kind.dtype)
     return group.start(call, source, result.reshape(-1), lambda: result, async_op)
 
@@ -182,7 +195,8 @@ def scatter(
         _sizes(group, cut, kind.shape[dim])
     rest = _rest(kind.shape, dim)
     counts = tuple(size * rest for size in cut)
-    call = Call("scatter", algorithm or group.algorithm, None, kind.dtype, counts, src)
+    how = group.asked(algorithm)
+    call = Call("scatter", how, None, kind.dtype, counts, src, dims=(dim,))
     result = np.empty(with_size(kind.shape, dim, cut[group.rank]), kind.dtype)
     source = pack(as_array(x), dim, cut) if group.rank == src else np.empty(0, kind.dtype)
     return group.start(call, source, result.reshape(-1), lambda: result, async_op)
@@ -229,7 +243,8 @@ def all_to_all(
         if not x.size:
             rest = math.prod(n for d, n in enumerate(x.shape) if d not in (scatter_dim, gather_dim))
         counts = tuple(a * b * rest for a in gathered for b in scattered)
-        call = Call("all_to_all", algorithm or group.algorithm, None, x.dtype, counts)
+        how, dims = group.asked(algorithm), (scatter_dim, gather_dim)
+        call = Call("all_to_all", how, None, x.dtype, counts, dims=dims)
         if agreed.wanted:
             agreed.on(x.dtype, f"gathered {gathered}, scattered {scattered}")
             group.validate(call)
@@ -252,12 +267,15 @@ def shift(
     """Rank r gets the x of rank r - offset; shapes are equal on all ranks."""
     with checking(group, "shift") as agreed:
         x = as_array(x)
+        if not isinstance(offset, int | np.integer):
+            raise ConfigError(explain("offset", offset, "it must be a whole number", "Pass 1"))
         result = result_array(out, x.shape, x.dtype)
+        require_apart(x, out, group.size == 1, "")
         if agreed.wanted:
             agreed.on(x.dtype, f"shape {x.shape}, offset={offset}")
         sizes = (x.size,) * group.size
         call = Call(
-            "shift", algorithm or group.algorithm, None, x.dtype, sizes, offset=offset % group.size
+            "shift", group.asked(algorithm), None, x.dtype, sizes, offset=offset % group.size
         )
     return group.start(call, flat(x), result.reshape(-1), lambda: result, async_op)
 
@@ -266,7 +284,7 @@ def barrier(group: ProcessGroup, algorithm: str | None) -> None:
     """Return once every rank has come here."""
     with checking(group, "barrier") as agreed:
         agreed.on("", "")
-        call = Call("barrier", algorithm or group.algorithm, None, EMPTY.dtype, (0,) * group.size)
+        call = Call("barrier", group.asked(algorithm), None, EMPTY.dtype, (0,) * group.size)
     group.start(call, EMPTY, EMPTY, lambda: None)
 
 
@@ -276,6 +294,12 @@ def barrier(group: ProcessGroup, algorithm: str | None) -> None:
 def _rest(shape: Sequence[int], dim: int) -> int:
     """The number of elements of one slice along `dim`."""
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
+def _same_place(part: np.ndarray, whole: np.ndarray, start: int, count: int) -> bool:
+    """Say whether `part` lies exactly at these elements of the contiguous `whole`."""
+    address = whole.ctypes.data + start * whole.dtype.itemsize
+    return part.flags.c_contiguous and part.size == count and part.ctypes.data == address
 
 
 def _sizes(group: ProcessGroup, sizes: tuple[int, ...], total: int) -> None:

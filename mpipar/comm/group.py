@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -21,14 +21,14 @@ from mpi4py import MPI
 from mpipar import schedule as schedules
 from mpipar.comm import abort, choice, library, node, waiting
 from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, describe
-from mpipar.comm.flight import Flight, Record
+from mpipar.comm.flight import Flight, Record, describe_groups
 from mpipar.comm.persistent import Persistent
 from mpipar.comm.plan import compile_plan
 from mpipar.comm.prepare import Prepared, dividing, fold_of, layout_of
 from mpipar.comm.run import Execution, Requests, ScratchPool
 from mpipar.comm.shared_memory import Windows
 from mpipar.comm.small import Key, SmallReduce
-from mpipar.errors import ConfigError, DestroyedError, explain
+from mpipar.errors import ConfigError, DestroyedError, MismatchError, StateError, explain
 
 PERSISTENT_BYTES = 32768  # calls up to this size run on prepared requests
 PERSISTENT_RANKS = 64
@@ -50,42 +50,43 @@ class ProcessGroup:
         timeout: float = 600.0,
         segment_bytes: int | None = None,
     ) -> None:
-        self._validate(algorithm, timeout, segment_bytes)
+        abort.install()
+        options = (algorithm, reproducible, check, timeout, segment_bytes)
+        wrong = _wrong_option(algorithm, timeout, segment_bytes)
         self.raw = raw.Dup()
         self.raw.Set_errhandler(MPI.ERRORS_RETURN)
+        self.nodes, told = node.discover(self.raw, zlib.crc32(repr((options, wrong)).encode()))
+        if wrong or len(set(told)) > 1:
+            self._refuse(wrong or f"options {options}", wrong)
         self.rank, self.size = self.raw.rank, self.raw.size
         self.name = name or f"{self.size} ranks"
         self.algorithm, self.reproducible, self.check = algorithm, reproducible, check
         self.timeout, self.segment_bytes = timeout, segment_bytes
-        self.nodes = node.discover(self.raw)
         node.set_blas_threads(self.nodes)
         waiting.set_oversubscribed(node.local_ranks(self.nodes) > node.cores())
-        abort.install()
         self.table = self._agree_table()
         self.flight = Flight(self.raw, self.name, timeout)
         self.calls: Counter[str] = Counter()
         self.seconds = 0.0
         self.sequence = 0
         self.destroyed = False
+        self.broken: BaseException | None = None  # what went wrong in a call that had begun
         self.pool = ScratchPool()
         self._prepared: dict[Call, Prepared] = {}
         self.small: dict[Key, SmallReduce] = {}
         self.windows = Windows(self)
 
-    @staticmethod
-    def _validate(algorithm: str, timeout: float, segment_bytes: int | None) -> None:
-        known = {name for collective in schedules.generators for name in algorithms(collective)}
-        if algorithm != "auto" and algorithm not in known:
-            choices = ", ".join(["auto", *sorted(known)])
-            raise ConfigError(explain("algorithm", algorithm, "not known", f"One of: {choices}"))
-        if not timeout > 0:
-            raise ConfigError(
-                explain("timeout", timeout, "it must be positive seconds", "Pass 600.0")
-            )
-        if segment_bytes is not None and segment_bytes < 1:
-            raise ConfigError(
-                explain("segment_bytes", segment_bytes, "it must be at least 1", "Pass None")
-            )
+    def _refuse(self, mine: str, wrong: str) -> NoReturn:
+        """Raise on every rank: an option is wrong, or they differ."""
+        texts = self.raw.allgather(mine)
+        self.raw.Free()
+        if len(set(texts)) == 1:
+            raise ConfigError(wrong)
+        raise MismatchError(
+            "the ranks make a communicator with different options: "
+            + describe_groups(dict(enumerate(texts)))
+            + ". Pass the same ones on every rank"
+        )
 
     def _agree_table(self) -> choice.Table:
         if self.size == 1:
@@ -94,17 +95,44 @@ class ProcessGroup:
             choice.read_table(choice.table_path()) if self.rank == 0 else None, root=0
         )
 
+    def require_alive(self) -> None:
+        """Raise DestroyedError after `destroy`, StateError after a call that went wrong."""
+        if self.destroyed:
+            raise DestroyedError(f"communicator {self.name!r} was destroyed; make a new one")
+        if self.broken is not None:
+            raise StateError(
+                f"communicator {self.name!r} cannot go on after an error in an earlier call; make "
+                f"a new one. The error was {type(self.broken).__name__}: {self.broken}"
+            )
+
+    def asked(self, algorithm: Any) -> str:
+        """Return the algorithm that a call asks for: the group's if it is None."""
+        if algorithm is None:
+            return self.algorithm
+        if not isinstance(algorithm, str) or not algorithm:
+            raise ConfigError(explain("algorithm", algorithm, "it must be a name", 'Pass "auto"'))
+        return algorithm
+
     def destroy(self) -> None:
-        """Free everything of MPI; collective; a second call does nothing."""
+        """Wait for what is in flight, and free everything of MPI; a second call does nothing."""
         if self.destroyed:
             return
+        if self.broken is None:
+            for test in waiting.in_flight():
+                if getattr(test.__self__, "comm", None) is self.raw:  # type: ignore[attr-defined]
+                    waiting.wait(test, self.flight)
         self.windows.close()
         self.destroyed = True
         self.flight.close()
+        self.small.clear()
         while self._prepared:
             self._forget()
-        self.small.clear()
         self.raw.Free()
+
+    def fails(self, error: BaseException) -> None:
+        """Remember that a call went wrong after it had begun: its messages may still be about."""
+        self.broken = self.broken or error
+        self.small.clear()
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -118,26 +146,25 @@ class ProcessGroup:
     ) -> Any:
         """Run a call from the flat `source` to the flat `output`; return the result or a handle."""
         begin = time.perf_counter()
-        prepared = self._prepared.get(call)
+        prepared = self._prepared.get(call) if self.broken is None else None
         if prepared is None:
             prepared = self.prepare(call)
         self.sequence += 1
         self.calls[call.collective] += 1
         record = self.flight.note(Record(self.sequence, prepared.what))
-        persistent = prepared.persistent
-        if persistent is not None and not async_op:
-            persistent.input[:] = source
-            persistent.run()
-            output[:] = persistent.output
-            result = finish()
-            self.seconds += time.perf_counter() - begin
-            return result
-        handle = self._launch(call, prepared, source, output, finish)
-        record.handle = handle
-        if async_op:
-            self.seconds += time.perf_counter() - begin
-            return Handle(handle, self)
-        result = handle.wait()
+        try:
+            persistent = prepared.persistent
+            if persistent is not None and not async_op:
+                persistent.input[:] = source
+                persistent.run()
+                output[:] = persistent.output
+                result = finish()
+            else:
+                handle = record.handle = self._launch(call, prepared, source, output, finish)
+                result = Handle(handle, self) if async_op else handle.wait()
+        except BaseException as error:
+            self.fails(error)
+            raise
         self.seconds += time.perf_counter() - begin
         return result
 
@@ -174,8 +201,7 @@ class ProcessGroup:
 
     def prepare(self, call: Call) -> Prepared:
         """Choose the algorithm and compile the plan of a call, once."""
-        if self.destroyed:
-            raise DestroyedError(f"communicator {self.name!r} was destroyed; make a new one")
+        self.require_alive()
         nbytes = sum(call.sizes) * call.dtype.itemsize
         algorithm = self.validate(call)
         what = describe(call, algorithm)
@@ -259,6 +285,24 @@ class Handle:
     def wait(self) -> Any:
         """Wait for the result and return it; a second call returns it again."""
         begin = time.perf_counter()
-        result = self._inner.wait()
+        try:
+            result = self._inner.wait()
+        except BaseException as error:
+            self._group.fails(error)
+            raise
         self._group.seconds += time.perf_counter() - begin
         return result
+
+
+def _wrong_option(algorithm: Any, timeout: Any, segment_bytes: Any) -> str:
+    """Return what is wrong with the options of a group, or ""."""
+    known = {name for collective in schedules.generators for name in algorithms(collective)}
+    if algorithm != "auto" and algorithm not in known:
+        choices = ", ".join(["auto", *sorted(known)])
+        return explain("algorithm", algorithm, "not known", f"One of: {choices}")
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        return explain("timeout", timeout, "it must be positive seconds", "Pass 600.0")
+    whole = segment_bytes is None or isinstance(segment_bytes, int)
+    if not whole or (segment_bytes is not None and segment_bytes < 1):
+        return explain("segment_bytes", segment_bytes, "it must be at least 1", "Pass None")
+    return ""

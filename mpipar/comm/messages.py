@@ -17,6 +17,7 @@ from mpipar.comm.calls import check_rank
 from mpipar.comm.flight import Record
 from mpipar.comm.group import MESSAGE_TAG, Handle, ProcessGroup
 from mpipar.comm.run import Requests
+from mpipar.errors import ConfigError, explain
 
 
 def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
@@ -35,7 +36,7 @@ def recv(
 ) -> Any:
     """Receive an array of this shape and dtype from `src` (default: the previous of the ring)."""
     src = _peer(group, src, -1, "src")
-    result = np.empty(tuple(shape), dtype_of(dtype))
+    result = _empty(shape, dtype)
     handle = _receiving(group, [], result, src)
     return _result(group, handle, async_op)
 
@@ -52,11 +53,18 @@ def sendrecv(
     """Send x to `dst` and receive from `src` at the same time; the shape defaults to that of x."""
     dst, src = _peer(group, dst, 1, "dst"), _peer(group, src, -1, "src")
     x = buffers.as_array(x)
-    result = np.empty(
-        x.shape if shape is None else tuple(shape), x.dtype if dtype is None else dtype_of(dtype)
-    )
+    result = _empty(x.shape if shape is None else shape, x.dtype if dtype is None else dtype)
     handle = _receiving(group, _post_send(group, x, dst, synchronous=False), result, src)
     return _result(group, handle, async_op)
+
+
+def _empty(shape: Any, dtype: Any) -> np.ndarray:
+    """Return the array to receive into."""
+    try:
+        return buffers.as_array(np.empty(tuple(shape), dtype_of(dtype)), "recv")
+    except (TypeError, ValueError, MemoryError) as error:
+        rule = f"they must be a shape and a dtype of numbers ({error})"
+        raise ConfigError(explain("shape, dtype", (shape, dtype), rule, "Pass both")) from error
 
 
 def _post_send(
@@ -86,6 +94,7 @@ def _result(group: ProcessGroup, handle: Requests, async_op: bool) -> Any:
 
 
 def _peer(group: ProcessGroup, peer: int | None, step: int, parameter: str) -> int:
+    group.require_alive()
     if peer is None:
         return (group.rank + step) % group.size
     check_rank(group.size, peer, parameter)

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
+from mpipar.errors import ConfigError, explain
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -44,13 +46,13 @@ def arrange(keys: list[int], rank: int) -> Nodes:
     return Nodes(node_of, sizes, node_of[:rank].count(mine), node_of.count(mine))
 
 
-def discover(comm: MPI.Comm) -> Nodes:
-    """Find the node layout of `comm`; collective."""
+def discover(comm: MPI.Comm, told: int) -> tuple[Nodes, list[int]]:
+    """Find the node layout of `comm`, and what each rank tells the others; collective."""
     pretended = _pretended()
-    key = _host_key() if pretended is None else pretended
-    keys = np.empty(comm.size, np.int64)
-    comm.Allgather([np.array([key], np.int64), 1, MPI.INT64_T], [keys, 1, MPI.INT64_T])
-    return arrange(keys.tolist(), comm.rank)
+    mine = np.array([_host_key() if pretended is None else pretended, told], np.int64)
+    everyone = np.empty((comm.size, 2), np.int64)
+    comm.Allgather([mine, 2, MPI.INT64_T], [everyone, 2, MPI.INT64_T])
+    return arrange(everyone[:, 0].tolist(), comm.rank), everyone[:, 1].tolist()
 
 
 def share(comm: MPI.Intracomm) -> tuple[MPI.Intracomm, Nodes]:
@@ -79,7 +81,13 @@ def world_ranks(raw: MPI.Comm) -> tuple[int, ...]:
 
 def _pretended() -> int | None:
     fake = os.environ.get("MPIPAR_FAKE_NODES")
-    return int(fake.split(",")[MPI.COMM_WORLD.rank]) if fake else None
+    if not fake:
+        return None
+    numbers, ranks = fake.split(","), MPI.COMM_WORLD.size
+    if len(numbers) < ranks or not all(number.strip().isdigit() for number in numbers):
+        rule = f"it must be a node number for each of the {ranks} ranks"
+        raise ConfigError(explain("MPIPAR_FAKE_NODES", fake, rule, "For example 0,0,1,1"))
+    return int(numbers[MPI.COMM_WORLD.rank])
 
 
 def _host_key() -> int:

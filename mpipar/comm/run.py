@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpipar.comm import buffers, waiting
 from mpipar.comm.plan import KEEP, Fold, Message, Plan, Step
-from mpipar.errors import BufferMismatchError
+from mpipar.errors import BufferMismatchError, MpiparError, PeerError
 
 # Tests set this to force every send to wait for its receive (MPI_Issend).
 synchronous_sends = os.environ.get("MPIPAR_SYNCHRONOUS_SENDS", "0") == "1"
@@ -67,7 +67,7 @@ class Execution:
         watchdog: waiting.Watchdog,
         finish: Callable[[], Any],
     ) -> None:
-        self._comm, self._plan, self._tag, self._fold = comm, plan, tag, fold
+        self.comm, self._plan, self._tag, self._fold = comm, plan, tag, fold
         self._divisor = divisor
         self._divisor_in_folds = divisor if plan.divides else 1
         self._pool, self._watchdog, self._finish = pool, watchdog, finish
@@ -183,11 +183,11 @@ class Execution:
 
     def _receive(self, message: Message) -> None:
         for triple in buffers.pieces(self._message(message)):
-            self._receives.append(self._comm.Irecv(triple, message.peer, self._tag))
+            self._receives.append(self.comm.Irecv(triple, message.peer, self._tag))
             self._expected.append((message.peer, triple[1]))
 
     def _send(self, messages: list[Message], number: int) -> None:
-        post = self._comm.Issend if synchronous_sends else self._comm.Isend
+        post = self.comm.Issend if synchronous_sends else self.comm.Isend
         requests = [
             post(triple, message.peer, self._tag)
             for message in messages
@@ -211,9 +211,7 @@ class Execution:
                 return False
         except MPI.Exception as error:
             waiting.leave(self.test)
-            raise BufferMismatchError(
-                f"a message did not fit in {self._watchdog} ({self.place}): {error}"
-            ) from error
+            raise trouble(error, self._statuses, f"{self._watchdog} ({self.place})") from error
         for status, (peer, expected) in zip(self._statuses, self._expected, strict=False):
             if status.count != expected:
                 waiting.leave(self.test)
@@ -242,6 +240,7 @@ class Requests:
         self._result: Any = None
         self.place = place
         self.done = False
+        waiting.enter(self.test)
 
     def test(self) -> bool:
         """Say whether all requests are complete.
@@ -254,7 +253,9 @@ class Requests:
             if not MPI.Request.Testall(self._requests, self._statuses):
                 return False
         except MPI.Exception as error:
-            raise BufferMismatchError(f"{self.place}: the message did not fit: {error}") from error
+            waiting.leave(self.test)
+            raise trouble(error, self._statuses, self.place) from error
+        waiting.leave(self.test)
         for status, expected in zip(self._statuses, self._expected, strict=False):
             if status.count != expected:
                 raise BufferMismatchError(
@@ -269,3 +270,11 @@ class Requests:
         if not self.test():
             waiting.wait(self.test, self._watchdog)
         return self._result
+
+
+def trouble(error: MPI.Exception, statuses: Sequence[MPI.Status], place: str) -> MpiparError:
+    """Return what to raise for an error of MPI: a message too long, or a peer that is gone."""
+    codes = {status.error for status in statuses} | {error.Get_error_class()}
+    if MPI.ERR_TRUNCATE in {MPI.Get_error_class(code) for code in codes if code > 0}:
+        return BufferMismatchError(f"a message is longer than its buffer, in {place}: {error}")
+    return PeerError(f"MPI failed in {place}; a peer may be gone: {error}")

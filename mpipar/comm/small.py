@@ -42,7 +42,11 @@ class SmallReduce:
         group.calls["all_reduce"] += 1
         group.flight.records.append(Record(group.sequence, self._what))
         self._input[:] = x if x.ndim == 1 else x.reshape(-1)
-        self._run()
+        try:
+            self._run()
+        except BaseException as error:
+            group.fails(error)
+            raise
         if out is None:
             result = self._output.copy()
             if x.ndim != 1:
@@ -59,6 +63,8 @@ def find(
 ) -> SmallReduce | None:
     """Return the prepared call that fits these arguments as they are, or None."""
     if type(x) is not np.ndarray or not x.flags.c_contiguous or type(op) is not str:
+        return None
+    if algorithm is not None and type(algorithm) is not str:
         return None
     if out is not None and (
         type(out) is not np.ndarray

@@ -1,11 +1,12 @@
 """How a rank waits: it spins briefly, then gives the core away, then sleeps; never for ever.
 
-A wait polls `test`.  While it polls, every other operation in flight in this process advances too,
-so that two handles may be waited for in opposite orders on two ranks.  Three spinning ranks halve
-the speed of a working one on two cores, so a node with more ranks than cores hardly spins.
+A wait polls `test`.  While it polls, every other operation that this thread has in flight advances
+too, so that two handles may be waited for in opposite orders on two ranks.  Three spinning ranks
+halve the speed of a working one on two cores, so a node with more ranks than cores hardly spins.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -25,7 +26,16 @@ class Watchdog(Protocol):
 
 
 _spins = SPINS
-_in_flight: list[Callable[[], bool]] = []
+
+
+class _Thread(threading.local):
+    """What this thread has in flight."""
+
+    def __init__(self) -> None:
+        self.in_flight: list[Callable[[], bool]] = []
+
+
+_thread = _Thread()
 
 
 def set_oversubscribed(oversubscribed: bool) -> None:
@@ -35,20 +45,29 @@ def set_oversubscribed(oversubscribed: bool) -> None:
 
 
 def enter(test: Callable[[], bool]) -> None:
-    """Let waits and `progress` advance this operation from now on."""
-    _in_flight.append(test)
+    """Let waits and `progress` of this thread advance this operation from now on.
+
+    It is also kept alive until it is done: MPI writes to its memory whether anyone waits or not.
+    """
+    _thread.in_flight.append(test)
 
 
 def leave(test: Callable[[], bool]) -> None:
     """Stop advancing this operation."""
-    if test in _in_flight:
-        _in_flight.remove(test)
+    if test in _thread.in_flight:
+        _thread.in_flight.remove(test)
+
+
+def in_flight() -> tuple[Callable[[], bool], ...]:
+    """Return the operations that this thread advances."""
+    return tuple(_thread.in_flight)
 
 
 def progress() -> None:
-    """Advance every operation in flight in this process; the pump of the autograd tape."""
-    for test in tuple(_in_flight):
-        test()
+    """Advance every operation in flight in this thread; the pump of the autograd tape."""
+    for test in tuple(_thread.in_flight):
+        if test():
+            leave(test)
 
 
 def wait(test: Callable[[], object], watchdog: Watchdog) -> None:
@@ -56,7 +75,7 @@ def wait(test: Callable[[], object], watchdog: Watchdog) -> None:
     for _ in range(_spins):
         if test():
             return
-        if _in_flight:
+        if _thread.in_flight:
             progress()
     start = time.perf_counter()
     look_at = start + STUCK_SECONDS

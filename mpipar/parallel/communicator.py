@@ -10,7 +10,7 @@ of the same name in `differentiable`, whose forward and backward are calls on ar
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
@@ -18,13 +18,14 @@ from mpipar.arrays import is_device, module
 from mpipar.autograd import Function, Tensor
 from mpipar.comm import announce, collectives, messages, node
 from mpipar.comm.buffers import to_host
+from mpipar.comm.check import checking
 from mpipar.comm.group import ProcessGroup
 from mpipar.comm.small import find
 from mpipar.comm.windows import Window
 from mpipar.errors import ConfigError, explain
 from mpipar.parallel import differentiable
 from mpipar.parallel.replicated import slice_of
-from mpipar.parallel.staging import StagedHandle, bring
+from mpipar.parallel.staging import StagedHandle, bring, message_of
 
 Sizes = Sequence[int] | str | None
 _NO_OUT = object()
@@ -88,6 +89,9 @@ class Communicator:
     def seconds(self) -> float:
         """Seconds that this rank has spent inside collectives."""
         return self.process_group.seconds
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Communicator cannot be copied or pickled; make another one of its ranks")
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -208,10 +212,11 @@ class Communicator:
         The way there and back of Ulysses attention (Jacobs et al. 2023, section 3).
         Raises ConfigError if x does not have four dimensions.
         """
-        if x.ndim != 4:
-            raise ConfigError(
-                explain("x.ndim", x.ndim, "x must be [batch, seq, heads, dim]", "Reshape it")
-            )
+        with checking(self.process_group, "all_to_all_4d") as agreed:
+            agreed.on("", "")
+            if getattr(x, "ndim", None) != 4:
+                rule = "it must be [batch, seq, heads, dim]"
+                raise ConfigError(explain("x.shape", getattr(x, "shape", x), rule, "Reshape it"))
         return self.all_to_all(
             x, scatter_dim, gather_dim, sizes, algorithm=algorithm, async_op=async_op
         )
@@ -290,7 +295,7 @@ class Communicator:
 
         Returns when the peer receives; with async_op at once, with a handle.
         """
-        return messages.send(self.process_group, self._array(x, "send"), dst, async_op)
+        return messages.send(self.process_group, message_of(x, "send"), dst, async_op)
 
     def recv(
         self, shape: Sequence[int], dtype: Any, src: int | None = None, *, async_op: bool = False
@@ -313,7 +318,7 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """Send x to `dst` while receiving from `src`; shape and dtype default to those of x."""
-        x = self._array(x, "sendrecv")
+        x = message_of(x, "sendrecv")
         result = messages.sendrecv(self.process_group, x, dst, shape, dtype, src, async_op)
         return self._home(result, async_op)
 
@@ -355,7 +360,9 @@ class Communicator:
         """Call the first form for a Tensor, the second for an array, staged if it is a GPU's."""
         of_tensor, of_array = forms
         if isinstance(x, Tensor) or getattr(where.get("kind"), "differentiable", False):
-            self._tensor_only(None if out is _NO_OUT else out, async_op)
+            with checking(self.process_group, of_tensor.__name__) as agreed:
+                _arrays_only(None if out is _NO_OUT else out, async_op)
+                agreed.on("Tensor", "")
             return of_tensor.apply(x, comm=self, algorithm=algorithm, **where)
         outs = () if out is _NO_OUT else (out,)
         arguments = (*where.values(), *outs, algorithm, async_op)
@@ -382,18 +389,10 @@ class Communicator:
             return result
         return StagedHandle(result, out) if async_op else bring(result, out)
 
-    def _array(self, x: Any, name: str) -> Any:
-        if isinstance(x, Tensor):
-            if x.requires_grad:
-                rule, fix = f"{name} is not differentiable", "Use x.data, or shift or all_to_all"
-                raise ConfigError(explain("x", "a Tensor that requires grad", rule, fix))
-            x = x.data
-        return to_host(x) if is_device(x) else x
 
-    @staticmethod
-    def _tensor_only(out: Any, async_op: bool) -> None:
-        for name, value in (("out", out), ("async_op", async_op or None)):
-            if value is not None:
-                raise ConfigError(
-                    explain(name, value, "it goes with arrays, not with a Tensor", "Pass x.data")
-                )
+def _arrays_only(out: Any, async_op: bool) -> None:
+    """Raise ConfigError if a call on a Tensor has what only arrays have."""
+    for name, value in (("out", out), ("async_op", async_op or None)):
+        if value is not None:
+            rule = "it must not be given for a Tensor, only for arrays"
+            raise ConfigError(explain(name, value, rule, "Pass x.data"))

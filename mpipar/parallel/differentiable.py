@@ -133,7 +133,7 @@ class AllToAll(_Collective):
         ctx.gathered = announce.gathered_sizes(group, x.shape[ctx.dims[1]], sizes)
         ctx.scattered = blocks(x.shape[ctx.dims[0]], comm.size)
         return collectives.all_to_all(
-            group, x, ctx.dims[0], ctx.dims[1], ctx.gathered, algorithm or group.algorithm, False
+            group, x, ctx.dims[0], ctx.dims[1], ctx.gathered, algorithm, False
         )
 
     @staticmethod
@@ -162,7 +162,6 @@ class Broadcast(_Collective):
         """Keep the source."""
         ctx.comm, ctx.src = comm, src
         group = comm.process_group
-        algorithm = algorithm or group.algorithm
         return collectives.broadcast(group, x, kind, src, None, algorithm, False)
 
     @staticmethod
@@ -236,7 +235,7 @@ class Scatter(_Collective):
         """Keep the source."""
         ctx.comm, ctx.src, ctx.dim = comm, src, dim
         group = comm.process_group
-        return collectives.scatter(group, x, kind, src, dim, algorithm or group.algorithm, False)
+        return collectives.scatter(group, x, kind, src, dim, algorithm, False)
 
     @staticmethod
     def backward(ctx: Any, grad: np.ndarray) -> Any:

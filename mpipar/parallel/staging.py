@@ -3,8 +3,10 @@
 from typing import Any
 
 from mpipar.arrays import is_device
-from mpipar.comm.buffers import to_device
+from mpipar.autograd import Tensor
+from mpipar.comm.buffers import to_device, to_host
 from mpipar.comm.group import Handle
+from mpipar.errors import ConfigError, explain
 
 
 class StagedHandle:
@@ -30,3 +32,16 @@ def bring(result: Any, out: Any) -> Any:
         return to_device(result)
     out[...] = to_device(result) if is_device(out) else result
     return out
+
+
+def message_of(x: Any, name: str) -> Any:
+    """Return what `send` or `sendrecv` is given, on the host.
+
+    Raises ConfigError for a Tensor that requires grad.
+    """
+    if isinstance(x, Tensor):
+        if x.requires_grad:
+            rule, fix = f"{name} is not differentiable", "Use x.data, or shift or all_to_all"
+            raise ConfigError(explain("x", "a Tensor that requires grad", rule, fix))
+        x = x.data
+    return to_host(x) if is_device(x) else x
