@@ -7,11 +7,13 @@ then the finalising mix.
 
 Dropout also depends on the training step and on the global row (sequence) of the batch; the
 training loop states these with `at`.  Outside of it each call of dropout is counted instead, so
-that the next one drops other elements; `recompute` takes the counter back with `back_at`.
+that the next one drops other elements; `recompute` takes the counter back with `back_at`.  Position
+and counter belong to a thread.
 """
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,13 +81,19 @@ class Place:
     calls: int
 
 
-_position: Position | None = None
-_calls = 0  # of `moment` outside `at`
+class _Now(threading.local):
+    """Where this thread stands."""
+
+    position: Position | None = None
+    calls: int = 0  # of `moment` outside `at`
+
+
+_now = _Now()
 
 
 def position() -> Position:
     """Return the current position, as set by `at`; step 0 and row 0 outside of it."""
-    return _position or Position()
+    return _now.position or Position()
 
 
 def moment() -> tuple[object, ...]:
@@ -93,11 +101,10 @@ def moment() -> tuple[object, ...]:
 
     Inside `at` it is the step; outside it is a new number, one more at every call.
     """
-    global _calls
-    if _position is not None:
-        return (_position.step,)
-    _calls += 1
-    return ("call", _calls)
+    if _now.position is not None:
+        return (_now.position.step,)
+    _now.calls += 1
+    return ("call", _now.calls)
 
 
 @contextlib.contextmanager
@@ -106,22 +113,21 @@ def at(step: int, row: int) -> Iterator[None]:
 
     step: of training.  row: the global row of the batch that this process's first row is.
     """
-    with back_at(Place(Position(step, row), _calls)):
+    with back_at(Place(Position(step, row), _now.calls)):
         yield
 
 
 def place() -> Place:
     """Return the position and the number of calls counted, to come back to."""
-    return Place(_position, _calls)
+    return Place(_now.position, _now.calls)
 
 
 @contextlib.contextmanager
 def back_at(there: Place) -> Iterator[None]:
     """Draw in the block what was drawn after `there` was taken; then go on as before."""
-    global _position, _calls
     before = place()
-    _position, _calls = there.position, there.calls
+    _now.position, _now.calls = there.position, there.calls
     try:
         yield
     finally:
-        _position, _calls = before.position, before.calls
+        _now.position, _now.calls = before.position, before.calls

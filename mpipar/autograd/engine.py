@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpipar.arrays import Array, module_of
-from mpipar.autograd.tape import Node, Port, Source, Tape, state
+from mpipar.autograd.tape import Node, Port, Source, Tape, marks, state
 from mpipar.errors import GraphError, explain
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _collect(
     Raises GraphError if a root depends on a node that an earlier backward consumed.  A collective
     may (one that adds up losses for a log, say): only zeros would go there.
     """
-    state.mark = mark = state.mark + 1
+    mark = next(marks)
     found: list[Node] = []
     for stack, strict in ((list(roots), True), (list(collectives), False)):
         while stack:

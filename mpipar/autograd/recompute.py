@@ -19,7 +19,7 @@ from mpipar import rng
 from mpipar.arrays import Array
 from mpipar.autograd.engine import run
 from mpipar.autograd.record import outputs_of
-from mpipar.autograd.tape import Node, Port, Source, Tape, enable_grad, state
+from mpipar.autograd.tape import Node, Port, Source, Tape, enable_grad, marks, numbers, state
 from mpipar.autograd.tensor import Tensor, source_of
 from mpipar.errors import GraphError, explain
 
@@ -60,14 +60,14 @@ def _leaves(ends: list[Source], inputs: list[Any]) -> list[Tensor]:
     """Return the leaves that the ends of a graph depend on, other than the inputs."""
     found: dict[int, Tensor] = {}
     stack = list(ends)
-    state.mark += 1
+    mark = next(marks)
     while stack:
         source = stack.pop()
         node = source.node if source.__class__ is Port else source
         if isinstance(node, Tensor):
             found[id(node)] = node
-        elif node is not None and node.mark != state.mark:
-            node.mark = state.mark
+        elif node is not None and node.mark != mark:
+            node.mark = mark
             stack.extend(node.inputs)
     for x in inputs:
         found.pop(id(x), None)
@@ -91,7 +91,7 @@ def _record(
             outputs = again if isinstance(again, tuple) else (again,)
             roots = [(source_of(y), g) for y, g in zip(outputs, grads, strict=True)]
             del again, outputs
-            run(roots, tape, state.number, hooks=False)
+            run(roots, tape, next(numbers), hooks=False)
         own = tuple(x.grad if isinstance(x, Tensor) else None for x in kept)
         return own + (None,) * len(leaves)  # the leaves have got theirs already
 

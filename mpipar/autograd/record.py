@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
-from mpipar.autograd.tape import Node, Port, Source, Vjp, state
+from mpipar.autograd.tape import Node, Port, Source, Vjp, numbers, state
 from mpipar.autograd.tensor import Tensor, is_float, refuse_complex, source_of
 
 _new = object.__new__
@@ -64,7 +64,7 @@ def _recorded(data: Any, sources: tuple[Source, ...], vjp: Any) -> Tensor:
     node.vjp = vjp
     node.grad = node.outputs = None
     node.mark = 0
-    state.number = node.number = state.number + 1
+    node.number = next(numbers)
     out: Tensor = _new(Tensor)
     out.data = data if type(data) is np.ndarray or is_device(data) else np.asarray(data)
     out.node = node

@@ -14,15 +14,18 @@ wait for it there.  So whatever is not to be trained is computed under `no_grad`
 Wengert's list (1964), as in Griewank and Walther, Evaluating Derivatives, chapter 3.  `engine.py`
 runs it backward.
 
-The switch for recording and the tape in use are global to the process, not to a thread: one thread
-at a time builds graphs.
+The switch for recording, the tape in use, and what is called during and after backward belong to the
+thread that sets them.  Numbers are counted over all threads, so a graph may be passed on to another
+thread; but a leaf, or a graph, is for one thread at a time.
 """
 
 import contextlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ import numpy as np
 Vjp = Callable[..., Any]
 Source = Any  # a Node, a Port, a leaf Tensor, or None where no gradient is wanted
 MANY = 10_000  # collectives that wait for a backward; more of them look like a forgotten no_grad
+numbers = count(1)  # of nodes, and of the moments that lie between them
+marks = count(1)  # of walks through a graph
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -60,7 +65,7 @@ class Node:
         self.mark = 0
         self.outputs: tuple[tuple[Any, tuple[int, ...], np.dtype], ...] | None = None
         self.collective = False
-        state.number = self.number = state.number + 1
+        self.number = next(numbers)
 
 
 class Port:
@@ -81,7 +86,7 @@ class Tape:
     until the next backward, which runs them all in reverse order on every rank.  None can be left
     out on one rank alone: the others would wait for it.  So evaluation, sampling and logging belong
     under `no_grad`, or the next backward sends a message for each of their collectives.  Above
-    10,000 of them there is one PendingCollectivesWarning a process.
+    10,000 of them there is one PendingCollectivesWarning a thread.
 
     As a context manager it is the tape in use inside the block: backward there runs the collectives
     of this tape only.  A pipeline gives each micro-batch in flight its own.
@@ -127,16 +132,12 @@ class Tape:
         return [node for node in self.collectives if node.number <= number]
 
 
-class State:
-    """What is global: the switch, the tape in use, the counters, and who is called in backward."""
-
-    __slots__ = ("collective_calls", "enabled", "ends", "mark", "number", "pumps", "tape", "warned")
+class State(threading.local):
+    """What each thread has: the switch, the tape in use, and who is called in backward."""
 
     def __init__(self) -> None:
-        """Start with recording on and an empty tape."""
+        """Start with recording on and an empty tape; runs at a thread's first use."""
         self.enabled = True
-        self.number = 0  # of the newest node
-        self.mark = 0  # of the newest backward
         self.collective_calls = 0  # recorded or not
         self.pumps: list[Callable[[], object]] = []
         self.ends: list[Callable[[], object]] = []
@@ -206,7 +207,7 @@ class Handle:
 
 
 def add_pump(function: Callable[[], object]) -> Handle:
-    """Call `function` between the nodes of every backward, so that communication advances.
+    """Call `function` between the nodes of this thread's backwards: communication advances.
 
     Returns a handle with `.remove()`.
     """
@@ -215,7 +216,7 @@ def add_pump(function: Callable[[], object]) -> Handle:
 
 
 def after_backward(function: Callable[[], object]) -> Handle:
-    """Call `function` at the end of every backward, when all gradients are where they belong.
+    """Call `function` at the end of this thread's backwards, when all gradients are in place.
 
     One that runs inside another, as `recompute` does, has no end of its own.
     Returns a handle with `.remove()`.

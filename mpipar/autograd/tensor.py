@@ -13,7 +13,7 @@ import numpy as np
 from mpipar.arrays import Array, is_device, module, module_of
 from mpipar.autograd.declared import Declared
 from mpipar.autograd.engine import run
-from mpipar.autograd.tape import Handle, Port, Source, state
+from mpipar.autograd.tape import Handle, Port, Source, numbers, state
 from mpipar.errors import BufferMismatchError, DtypeMismatchError, GraphError, explain
 
 
@@ -215,8 +215,8 @@ def backward(*losses: Tensor, grads: Sequence[Any] | None = None) -> None:
     if grads is None:
         grads = (None,) * len(losses)
     roots = [(source_of(loss), _seed(loss, grad)) for loss, grad in zip(losses, grads, strict=True)]
-    numbers = [_number(source) for source, _ in roots if source is not None]
-    run(roots, state.tape, max(numbers) if numbers else state.number)
+    ages = [_number(source) for source, _ in roots if source is not None]
+    run(roots, state.tape, max(ages) if ages else next(numbers))
 
 
 def source_of(x: Any) -> Source:
@@ -250,5 +250,5 @@ def _seed(loss: Tensor, grad: Any) -> Array:
 def _number(source: Source) -> int:
     """Return the number of a source's node; a leaf is as old as the newest node."""
     if isinstance(source, Tensor):
-        return state.number
+        return next(numbers)
     return source.node.number if source.__class__ is Port else source.number

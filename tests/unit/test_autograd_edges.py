@@ -1,10 +1,13 @@
 """What is easily got wrong: repeated indices, bounds that are arrays, complex numbers, sizes."""
 
+import threading
+
 import numpy as np
 import pytest
 
 import mpipar as mp
 from mpipar import functional as F
+from mpipar import rng
 from mpipar.errors import BufferMismatchError, DtypeMismatchError
 
 
@@ -86,3 +89,34 @@ def test_a_negative_base_gives_the_exponent_no_number() -> None:
     x = mp.Tensor([2.0], requires_grad=True)
     ((-2.0) ** x).backward()
     assert np.isnan(x.grad).all()
+
+
+def test_threads_build_graphs_of_their_own() -> None:
+    found: list[object] = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            x = mp.Tensor([float(number)], requires_grad=True)
+            with mp.no_grad():
+                hidden = x * x
+            (x * x * x).sum().backward()
+            found.append((hidden.requires_grad, float(x.grad[0]) == 3.0 * number**2))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+    with mp.no_grad(), rng.at(7, 0):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not mp.is_grad_enabled()
+    assert found == [(False, True)] * 600
+
+
+def test_a_thread_has_its_own_position() -> None:
+    seen: list[rng.Position] = []
+    with rng.at(7, 3):
+        thread = threading.Thread(target=lambda: seen.append(rng.position()))
+        thread.start()
+        thread.join()
+        assert rng.position() == rng.Position(7, 3)
+    assert seen == [rng.Position()]
