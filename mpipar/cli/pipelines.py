@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.cli.files import write
+from mpipar.cli.limits import plural
 from mpipar.errors import ConfigError, ScheduleError, explain
 from mpipar.schedule import draw as draw_timeline
 from mpipar.schedule.draw_timeline import seconds
@@ -99,6 +100,8 @@ def show(
 def prove(name: str, ranks: Sequence[int], microbatches: Sequence[int], chunks: int | None) -> int:
     """Prove schedules, and their messages, for all sizes; return 0, or 1 if one is wrong."""
     start = time.perf_counter()
+    if not _is_file(name):
+        _named(name, ranks[0], microbatches[0], chunks)  # a wrong number is told before the table
     print(f"{'':32}{'schedules':>11}{'actions':>14}{'messages':>14}{'activations':>14}")
     try:
         if _is_file(name):
@@ -137,14 +140,15 @@ def cost(name: str, ranks: int, microbatches: int, chunks: int | None, times: Ti
     """Print what schedules cost."""
     found = _named(name, ranks, microbatches, chunks)
     first = found[0]
+    results = [_simulated(schedule, times) for schedule in found]
     print(
-        f"{first.ranks} ranks, {first.microbatches} micro-batches; a micro-batch on a rank: "
+        f"{plural(first.ranks, 'rank')}, {plural(first.microbatches, 'micro-batch')}; "
+        f"a micro-batch on a rank: "
         f"forward {seconds(times.forward)}, backward {seconds(times.backward)} for inputs and "
         f"{seconds(times.weight)} for weights; a message {seconds(times.send)}"
     )
     print(f"\n{'':20}{'time':>10}{'idle':>10}   most activations held, by rank")
-    for schedule in found:
-        result = _simulated(schedule, times)
+    for schedule, result in zip(found, results, strict=True):
         held = " ".join(f"{count / schedule.chunks:.3g}" for count in result.peak_live)
         row = f"{schedule.name:20}{seconds(result.makespan):>10}{100 * result.bubble:>8.1f} %"
         print(f"{row}   {held}")
@@ -170,7 +174,8 @@ def chart(
     schedule = _one(_named(name, ranks, microbatches, chunks))
     result = _simulated(schedule, times)
     title = (
-        f"{schedule.name} on {schedule.ranks} ranks, {schedule.microbatches} micro-batches: "
+        f"{schedule.name} on {plural(schedule.ranks, 'rank')}, "
+        f"{plural(schedule.microbatches, 'micro-batch')}: "
         f"{seconds(result.makespan)}, idle {100 * result.bubble:.1f} %"
     )
     if svg is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mpipar.cli.limits import plural
 from mpipar.errors import ScheduleError
 from mpipar.partition import blocks
 from mpipar.schedule import count, generators, make, segment, verify
@@ -102,9 +103,9 @@ def _print_table(
     for collective, algorithm in chosen:
         of = [proof for proof in proofs if proof.task[:2] == (collective, algorithm)]
         wrong = [proof.task[2] for proof in of if proof.error]
-        verdict = f"  WRONG on {min(wrong)} ranks" if wrong else ""
+        verdict = f"  WRONG on {plural(min(wrong), 'rank')}" if wrong else ""
         print(f"{f'{collective}/{algorithm}':32}{_totals(of)}{verdict}")
-    ranks = f"{len(counts)} rank counts up to {max(counts)}"
+    ranks = f"{plural(len(counts), 'rank count')} up to {max(counts)}"
     verdict = "not all are right" if any(proof.error for proof in proofs) else "all proven"
     print(f"{'all':32}{_totals(proofs)}")
     print(f"{ranks}: {verdict}, {seconds:.1f} s by the clock")

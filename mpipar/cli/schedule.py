@@ -9,6 +9,7 @@
 None of them needs MPI.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from mpipar.cli import pipelines
+from mpipar.cli import limits, pipelines
 from mpipar.cli.files import write
 from mpipar.errors import ConfigError, ScheduleError, explain
 from mpipar.schedule import CommSchedule, algorithms, draw, generators, make, segment, simulate
@@ -26,6 +27,7 @@ from mpipar.schedule.pipeline import PIPELINES
 from mpipar.schedule.simulate import Result
 
 Name = Annotated[str, Positional]
+OutputPath = Annotated[Path | None, arg(metavar="PATH")]
 Microbatches = Annotated[int, arg(aliases=["-m"])]
 
 
@@ -38,7 +40,7 @@ class Show:
     schedules, or a CSV file of one."""
     ranks: Annotated[int, arg(aliases=["-p"])] = 4
     """Ranks of the group."""
-    svg: Path | None = None
+    svg: OutputPath = None
     """Write the picture to this file."""
     segments: int = 1
     """Parts that every chunk is cut into."""
@@ -46,13 +48,13 @@ class Show:
     """Root of broadcast, reduce, gather and scatter."""
     offset: int = 1
     """Distance of a shift."""
-    nodes: str | None = None
+    nodes: Annotated[str | None, arg(metavar="LIST")] = None
     """Ranks of each node, for hierarchical algorithms: 2,2, or 8 for as many on every node."""
     microbatches: Microbatches = 8
     """Micro-batches of a pipeline."""
-    chunks: int | None = None
+    chunks: Annotated[int | None, arg(metavar="INT")] = None
     """Stages of a pipeline on each rank, for interleaved; 2 if not given."""
-    csv: Path | None = None
+    csv: OutputPath = None
     """Write the pipeline's schedule to this file."""
     width: int = 96
     """Longest line of the picture, in characters."""
@@ -70,9 +72,9 @@ class Verify:
     """Ranks of the group: 8, or 1..64, or 1..8,16,32."""
     microbatches: Annotated[str, arg(aliases=["-m"])] = "1..8,16"
     """Micro-batches of a pipeline, as ranks are given."""
-    chunks: int | None = None
+    chunks: Annotated[int | None, arg(metavar="INT")] = None
     """Stages of a pipeline on each rank, for interleaved; 1, 2 and 3 if not given."""
-    jobs: int | None = None
+    jobs: Annotated[int | None, arg(metavar="INT")] = None
     """Processes to share the work; the available cores if not given."""
 
 
@@ -85,7 +87,7 @@ class _Simulated:
     """Ranks of the group."""
     bytes: str = "64MiB"
     """Bytes of the whole vector: 65536, 64MiB, 1e9, 4kB."""
-    nodes: str | None = None
+    nodes: Annotated[str | None, arg(metavar="LIST")] = None
     """Ranks of each node: 2,2, or 8 for as many on every node. If not given, as many as a power of
     two up to 4 divides the ranks."""
     segments: int = 1
@@ -108,7 +110,7 @@ class _Simulated:
     """The ranks of a node share one link to the other nodes."""
     microbatches: Microbatches = 8
     """Micro-batches of a pipeline."""
-    chunks: int | None = None
+    chunks: Annotated[int | None, arg(metavar="INT")] = None
     """Stages of a pipeline on each rank, for interleaved; 2 if not given."""
     forward: float = 1.0
     """Seconds that a pipeline's rank needs for the forward pass of a micro-batch."""
@@ -130,7 +132,7 @@ class Simulate(_Simulated):
 class Draw(_Simulated):
     """Draw when each rank sends, receives and adds, or runs what, in simulated time."""
 
-    svg: Path | None = None
+    svg: OutputPath = None
     """Write the chart to this file."""
     width: int = 96
     """Longest line of the chart, in characters."""
@@ -150,7 +152,10 @@ def run(config: Config) -> int:
         case Verify():
             from mpipar.cli.prove import prove
 
-            return prove(names(config.name), rank_counts(config.ranks), config.jobs)
+            chosen, counts = names(config.name), rank_counts(config.ranks)
+            limits.check_jobs(config.jobs)
+            limits.check_proof(counts, len(chosen))
+            return prove(chosen, counts, config.jobs)
         case Draw():
             return _draw(config)
         case Simulate():
@@ -161,10 +166,17 @@ def _run_pipeline(config: Config) -> int:
     if isinstance(config, Verify):
         microbatches = rank_counts(config.microbatches, "microbatches")
         ranks = rank_counts(config.ranks)
+        limits.check_jobs(config.jobs)
+        limits.check_pipeline_proof(ranks, microbatches, config.chunks)
         return pipelines.prove(config.name, ranks, microbatches, config.chunks)
     sizes = config.name, config.ranks, config.microbatches, config.chunks
+    most = limits.SIMULATED if isinstance(config, Simulate) else limits.DRAWN
+    limits.check_actions(*sizes[1:], most)
+    if not isinstance(config, Simulate):
+        limits.check_width(config.width)
     if isinstance(config, Show):
         return pipelines.show(*sizes, config.width, config.svg, config.csv)
+    _check_times(config, "forward", "backward", "weight", "send")
     times = pipelines.Times(config.forward, config.backward, config.weight, config.send)
     if isinstance(config, Draw):
         return pipelines.chart(*sizes, times, config.width, config.svg)
@@ -200,6 +212,9 @@ def rank_counts(text: str, what: str = "ranks") -> list[int]:
         if not 1 <= first <= last:
             rule = "they are numbers from 1 up, or ranges of them"
             raise ConfigError(explain(what, text, rule, "Say 8, or 1..64, or 1..8,16,32"))
+        if last > limits.CHUNKS:
+            rule = f"no number is above {limits.CHUNKS:,}"
+            raise ConfigError(explain(what, text, rule, "Say lower ones"))
         counts += range(first, last + 1)
     return counts
 
@@ -209,10 +224,15 @@ def byte_count(text: str) -> float:
     units = {"": 1, "b": 1}
     for power, letter in enumerate("kmgt", 1):
         units |= {f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
-    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2] not in units or found[1].count(".") > 1:
+    found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", text.strip().lower())
+    size = float(found[1]) * units.get(found[2], math.nan) if found else math.nan
+    if not math.isfinite(size):
         raise ConfigError(explain("bytes", text, "it is a number of bytes", "Say 64MiB, or 65536"))
-    return float(found[1]) * units[found[2]]
+    return size
+
+
+def _check_times(config: _Simulated, *flags: str) -> None:
+    limits.check_finite(**{flag: getattr(config, flag) for flag in flags})
 
 
 def node_sizes(text: str | None, p: int) -> tuple[int, ...] | None:
@@ -242,18 +262,26 @@ def _schedule(
 
 def _show(config: Show) -> int:
     chosen = names(config.name)
+    limits.check_ranks(config.ranks, config.segments)
+    limits.check_width(config.width)
     nodes = node_sizes(config.nodes, config.ranks)
     if config.svg is not None:
-        collective, algorithm = _only(chosen)
-        write(config.svg, draw(_schedule(config, collective, algorithm, nodes), "svg"), "svg")
+        chosen = [_only(chosen)]
+    schedules = [_schedule(config, *one, nodes) for one in chosen]
+    for schedule in schedules:
+        limits.check_drawn(schedule)
+    if config.svg is not None:
+        write(config.svg, draw(schedules[0], "svg"), "svg")
         return 0
-    for number, (collective, algorithm) in enumerate(chosen):
-        print("\n" * (number > 0) + generators[collective][algorithm].about)
-        print(draw(_schedule(config, collective, algorithm, nodes), width=config.width))
+    for number, schedule in enumerate(schedules):
+        print("\n" * (number > 0) + generators[schedule.collective][schedule.algorithm].about)
+        print(draw(schedule, width=config.width))
     return 0
 
 
 def _network(config: _Simulated) -> Network:
+    limits.check_ranks(config.ranks, config.segments)
+    _check_times(config, "alpha", "beta", "gamma", "alpha_intra", "beta_intra")
     sizes = node_sizes(config.nodes, config.ranks)
     if sizes is None:
         sizes = Network(nodes=next(n for n in (4, 2, 1) if config.ranks % n == 0)).layout(
@@ -272,16 +300,20 @@ def _network(config: _Simulated) -> Network:
 
 def _simulate(config: Simulate) -> int:
     chosen, network, nbytes = names(config.name), _network(config), byte_count(config.bytes)
-    print(_headline(config, network))
-    print(f"\n{'':30}{'time':>10}{'busbw':>12}{'messages':>18}{'sent by a rank':>18}")
+    nodes = network.layout(config.ranks)
+    schedules = [_schedule(config, *one, nodes) for one in chosen]
     failed: list[ScheduleError] = []
-    for collective, algorithm in chosen:
-        schedule = _schedule(config, collective, algorithm, network.layout(config.ranks))
+    first = True
+    for schedule in schedules:
         try:
             result = simulate(schedule, nbytes, network, spans=0)
         except ScheduleError as error:
             failed.append(error)
             continue
+        if first:
+            print(_headline(config, network))
+            print(f"\n{'':30}{'time':>10}{'busbw':>12}{'messages':>18}{'sent by a rank':>18}")
+        first = False
         print(_row(schedule, nbytes, result), flush=True)
     if failed and len(failed) == len(chosen):
         raise failed[0]
@@ -295,7 +327,7 @@ def _headline(config: _Simulated, network: Network) -> str:
     each = str(sizes[0]) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     nodes = f"{len(sizes):,} nodes of {each}" if len(sizes) > 1 else "1 node"
     return (
-        f"{config.name} of {config.bytes} on {config.ranks:,} ranks, {nodes}: alpha "
+        f"{config.name} of {config.bytes} on {limits.plural(config.ranks, 'rank')}, {nodes}: alpha "
         f"{seconds(network.alpha)} between nodes and {seconds(network.alpha_intra)} inside, "
         f"{_rate(network.beta)} and {_rate(network.beta_intra)}, additions {_rate(network.gamma)}"
     )
@@ -315,11 +347,13 @@ def _row(schedule: CommSchedule, nbytes: float, result: Result) -> str:
 
 def _draw(config: Draw) -> int:
     collective, algorithm = _only(names(config.name))
+    limits.check_width(config.width)
     network = _network(config)
     schedule = _schedule(config, collective, algorithm, network.layout(config.ranks))
     full = config.ranks <= 32
     result = simulate(schedule, byte_count(config.bytes), network, full=full)
-    title = f"{schedule.name} of {config.bytes} on {config.ranks} ranks: {seconds(result.makespan)}"
+    ranks = limits.plural(config.ranks, "rank")
+    title = f"{schedule.name} of {config.bytes} on {ranks}: {seconds(result.makespan)}"
     if config.svg is None:
         print(f"{title}\n\n{draw(result.timeline, width=config.width)}")
     else:

@@ -106,6 +106,14 @@ MISTAKES = {
     "draw pipeline": ["shows one schedule"],
     "simulate none.csv": ["schedule='none.csv'", "cannot be read"],
     "simulate 1f1b --weight -1": ["weight=-1.0", "not negative"],
+    "show 1f1b -p 1000 -m 1000": ["microbatches=1000", "at most 100,000"],
+    "simulate 1f1b -m 100000000000": ["microbatches=100000000000", "at most 2,000,000"],
+    "simulate 1f1b -p 100000000000": ["p=100000000000"],
+    "simulate 1f1b --forward inf": ["forward=inf", "finite"],
+    "verify 1f1b -p 1..10000": ["ranks=10000", "at most 20,000,000"],
+    "verify 1f1b --jobs 0": ["jobs=0"],
+    "verify 1f1b --chunks 2": ["chunks=2"],
+    "show 1f1b --width -5": ["width=-5"],
     "verify 1f1b -m 3..1": ["microbatches='3..1'", "1..64"],
 }
 
@@ -113,7 +121,8 @@ MISTAKES = {
 @pytest.mark.parametrize("line", MISTAKES)
 def test_mistakes_are_one_line(line: str, capsys: Captured) -> None:
     assert schedule(line) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert out == ""
     assert error.startswith("mpipar: error: ")
     assert error.count("\n") == 1
     for words in MISTAKES[line]:

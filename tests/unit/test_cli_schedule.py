@@ -79,6 +79,20 @@ MISTAKES = {
     "simulate all_reduce --bytes many": ["bytes='many'", "64MiB"],
     "simulate all_reduce/ring --alpha -1": ["alpha=-1.0", "not negative"],
     "simulate broadcast/scatter_all_gather -p 100000": ["p=100000", "operations"],
+    "simulate all_reduce -p 0": ["p=0", "at least one rank"],
+    "simulate all_reduce --segments 0": ["k=0"],
+    "simulate all_reduce -p 10000000000": ["p=10000000000", "at most 1,048,576"],
+    "simulate all_reduce --bytes .": ["bytes='.'"],
+    "simulate all_reduce --bytes 1e400": ["bytes='1e400'"],
+    "simulate all_reduce --alpha inf": ["alpha=inf", "finite"],
+    "show all_reduce -p 100000": ["p=100000", "more than the 100,000 operations"],
+    "show all_reduce/ring --segments 1000000": ["segments=1000000", "at most 1,048,576"],
+    "show all_reduce/ring --width -5": ["width=-5", "20 to"],
+    "draw all_reduce/ring --width 0": ["width=0"],
+    "verify all -p 1..99999999999": ["ranks='1..99999999999'", "above 1,048,576"],
+    "verify all -p 100000": ["ranks=100000", "squares"],
+    "verify all --jobs 0": ["jobs=0", "1 to 256"],
+    "verify all --jobs -3": ["jobs=-3"],
     "draw all_to_all": ["one picture shows one algorithm"],
 }
 
@@ -86,9 +100,11 @@ MISTAKES = {
 @pytest.mark.parametrize("line", MISTAKES)
 def test_mistakes_are_one_line(line: str, capsys: Captured) -> None:
     assert schedule(line) == 2
-    error = capsys.readouterr().err
+    captured = capsys.readouterr()
+    error = captured.err
     assert error.startswith("mpipar: error: ")
     assert error.count("\n") == 1
+    assert captured.out == ""
     for words in MISTAKES[line]:
         assert words in error
 
