@@ -6,7 +6,8 @@ import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd.record import array, record, wanted
-from mpipar.autograd.tensor import Tensor
+from mpipar.autograd.reductions import dims_of
+from mpipar.autograd.tensor import Tensor, check_float
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import dropout as dropout_kernel
 from mpipar.kernels import embedding as embedding_kernel
@@ -19,18 +20,26 @@ from mpipar.kernels import softmax as softmax_kernel
 
 
 def softmax(x: Any, dim: int = -1) -> Tensor:
-    """Return exp(x) / sum(exp(x)) along `dim`, of x's shape."""
+    """Return exp(x) / sum(exp(x)) along `dim`, of x's shape.
+
+    Raises DtypeMismatchError for integers, BufferMismatchError if there is nothing along `dim`.
+    """
     return _softmax(x, dim, log=False)
 
 
 def log_softmax(x: Any, dim: int = -1) -> Tensor:
-    """Return x - log(sum(exp(x))) along `dim`, of x's shape."""
+    """Return x - log(sum(exp(x))) along `dim`, of x's shape; raises as softmax does."""
     return _softmax(x, dim, log=True)
 
 
 def _softmax(x: Any, dim: int, log: bool) -> Tensor:
     data = array(x)
-    last = dim in (-1, data.ndim - 1)
+    check_float("log_softmax" if log else "softmax", data)
+    (dim,) = dims_of(dim, data.ndim)
+    if not data.shape[dim]:
+        rule = f"there must be an element along dim {dim}"
+        raise BufferMismatchError(explain("shape", data.shape, rule, "Leave empty tensors out"))
+    last = dim == data.ndim - 1
 
     def moved(a: Array) -> Array:  # `dim` to the end and back
         return a if last else np.swapaxes(a, dim, -1)
@@ -45,12 +54,14 @@ def gelu(x: Any, approximate: str = "tanh") -> Tensor:
     approximate: "tanh" (GPT-2's), or "none" for the exact error function.
     Raises ConfigError for another one.
     """
+    check_float("gelu", array(x))
     y, slope = gelu_kernel.forward(array(x), approximate, wanted(x))
     return record(y, (x,), lambda g: _scaled(slope, g))
 
 
 def silu(x: Any) -> Tensor:
     """Return x * sigmoid(x): Elfwing et al. (2017)."""
+    check_float("silu", array(x))
     y, slope = silu_kernel.forward(array(x), wanted(x))
     return record(y, (x,), lambda g: _scaled(slope, g))
 
@@ -72,6 +83,7 @@ def swiglu(gate: Any, up: Any) -> Tensor:
             explain("swiglu of", ((x.shape, x.dtype.name), (y.shape, y.dtype.name)),
                     "gate and up must have one shape and dtype", "Make them equal")
         )  # fmt: skip
+    check_float("swiglu", x)
     out = silu_kernel.swiglu(x, y)
     return record(out, (gate, up), lambda g: silu_kernel.swiglu_backward(g, x, y))
 
@@ -100,7 +112,8 @@ def rms_norm(x: Any, weight: Any, eps: float = 1e-5) -> Tensor:
 
 
 def _match(name: str, x: Array, *vectors: Array) -> None:
-    """Raise BufferMismatchError unless every vector has the size of x's last dimension."""
+    """Raise unless all are floating-point and every vector has the size of x's last dimension."""
+    check_float(name, x, *vectors)
     if any(v.shape != x.shape[-1:] for v in vectors) or not x.ndim:
         raise BufferMismatchError(
             explain(f"{name} of shapes", (x.shape, *[v.shape for v in vectors]),
@@ -125,6 +138,7 @@ def rotary(x: Any, positions: Any, base: float = 10000.0) -> Tensor:
     if data.shape[3] % 2:
         rule = "it must be even, as rotary embedding turns pairs"
         raise BufferMismatchError(explain("dim", data.shape[3], rule, "Choose another size"))
+    check_float("rotary", data)
     wide = compute_dtype(data.dtype)
     cos, sin = rotary_kernel.table(places, data.shape[3], base, wide)
     y = rotary_kernel.rotate(data, cos, sin)
@@ -137,6 +151,10 @@ def embedding(ids: Any, weight: Any) -> Tensor:
     Raises ConfigError naming the first id outside 0..num-1.
     """
     places, w = array(ids), array(weight)
+    if places.dtype.kind not in "iu" or w.ndim != 2:
+        rule = "ids must be integers, weight [num, dim]"
+        given = (places.dtype.name, w.shape)
+        raise ConfigError(explain("(ids.dtype, weight.shape)", given, rule, "Convert them"))
     num = w.shape[0]
     if places.size and (places.min() < 0 or places.max() >= num):
         flat = places.reshape(-1)
@@ -158,6 +176,7 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
         rule = "the probability of dropping must be at least 0 and below 1"
         raise ConfigError(explain("p", p, rule, "Choose such a number"))
     data = array(x)
+    check_float("dropout", data)
     if p == 0:
         return record(data, (x,), lambda g: g)
     kept = dropout_kernel.keep(data.shape, p, key, index)

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.record import array, record, record_pair, wanted
-from mpipar.autograd.tensor import Tensor
+from mpipar.autograd.tensor import Tensor, check_float
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import cross_entropy as kernel
 
@@ -25,7 +25,8 @@ def cross_entropy(
     that is spread evenly over all classes, as in PyTorch.  16-bit logits give a float32 loss.
 
     Raises ConfigError for another reduction, a smoothing outside 0..1 or a target outside 0..V-1,
-    and BufferMismatchError if the shapes do not belong together.
+    BufferMismatchError if the shapes do not belong together, and DtypeMismatchError for logits that
+    are integers.
     """
     x, t = array(logits), array(targets)
     _check(x, t, reduction, label_smoothing)
@@ -98,3 +99,7 @@ def _check(x: Array, t: Array, reduction: str, smoothing: float) -> None:
                     "logits must be [..., classes], targets integers [...]",
                     "The classes come last: permute the logits if they do not")
         )  # fmt: skip
+    check_float("cross_entropy", x)
+    if not x.shape[-1]:
+        rule = "there must be at least one class"
+        raise BufferMismatchError(explain("logits.shape", x.shape, rule, "Classes come last"))

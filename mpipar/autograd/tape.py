@@ -14,9 +14,9 @@ wait for it there.  So whatever is not to be trained is computed under `no_grad`
 Wengert's list (1964), as in Griewank and Walther, Evaluating Derivatives, chapter 3.  `engine.py`
 runs it backward.
 
-The switch for recording, the tape in use, and what is called during and after backward belong to the
-thread that sets them.  Numbers are counted over all threads, so a graph may be passed on to another
-thread; but a leaf, or a graph, is for one thread at a time.
+The switch for recording, the tape in use, and what is called during and after backward belong to
+the thread that sets them.  Numbers are counted over all threads, so a graph may be passed on to
+another thread; but a leaf, or a graph, is for one thread at a time.
 """
 
 import contextlib

@@ -194,6 +194,16 @@ def is_float(dt: np.dtype) -> bool:
     return dt.kind == "f" or dt.name == "bfloat16"
 
 
+def check_float(name: str, *operands: Array) -> None:
+    """Raise DtypeMismatchError unless all operands of an operation are floating-point."""
+    for data in operands:
+        if not is_float(data.dtype):
+            rule = "it must be floating-point: numbers of this kind would be rounded off"
+            raise DtypeMismatchError(
+                explain(f"{name} of dtype", data.dtype.name, rule, 'Pass x.astype("float32")')
+            )
+
+
 def refuse_complex(name: str, data: Any) -> None:
     """Raise DtypeMismatchError for complex numbers: no vjp here conjugates."""
     if data.dtype.kind == "c":

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpipar.arrays import DTYPES
 from mpipar.errors import ConfigError, explain
 
@@ -90,8 +92,8 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        rule = f"it must be at least {low}"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+        rule = f"it must be an integer, at least {low}"
         raise ConfigError(explain(name, value, rule, "Choose a larger value"))
 
 

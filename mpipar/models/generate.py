@@ -4,14 +4,16 @@ Without a cache of keys and values: every token costs one forward pass over the 
 """
 
 from collections.abc import Callable
+from numbers import Real
 
 import numpy as np
 
 from mpipar import rng
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor, no_grad
-from mpipar.errors import ConfigError, explain
+from mpipar.errors import ConfigError, NonFiniteError, explain
 from mpipar.models.transformer import Transformer
+from mpipar.nn.embedding import check_ids
 
 
 def generate(
@@ -29,14 +31,20 @@ def generate(
     depend on the seed only.  The model looks back on config.seq tokens.
     With parallel layers all ranks of their group call this, and `gather` makes this rank's part of
     the logits (1, V local) whole; then all of them return the same tokens.
-    Raises ConfigError for an empty prompt, a token outside the vocabulary or a negative number.
+    Raises ConfigError for an empty prompt, a token outside the vocabulary or a negative number, and
+    NonFiniteError for logits without a finite maximum.
     """
     if np.ndim(prompt) != 1 or len(prompt) == 0:
         rule = "it must be one sequence of at least one token"
         raise ConfigError(explain("prompt.shape", np.shape(prompt), rule, "Pass (S,), S >= 1"))
-    if temperature < 0 or count < 0:
-        rule = "neither must be negative"
-        raise ConfigError(explain("(temperature, count)", (temperature, count), rule, "Pass >= 0"))
+    prompt = np.asarray(prompt)
+    check_ids("prompt", prompt, model.config.vocab)
+    if not isinstance(count, int | np.integer) or count < 0:
+        rule = "it must be a number of tokens, an integer"
+        raise ConfigError(explain("count", count, rule, "Pass >= 0"))
+    if not isinstance(temperature, Real) or not temperature >= 0:
+        rule = "it must be a number, and not negative"
+        raise ConfigError(explain("temperature", temperature, rule, "Pass >= 0"))
     tokens = np.empty(len(prompt) + count, np.int64)
     tokens[: len(prompt)] = prompt
     draws = rng.uniform(rng.key(seed, "generate"), np.arange(count, dtype=np.uint64))
@@ -57,8 +65,13 @@ def generate(
 
 def choose(logits: np.ndarray, temperature: float, draw: float) -> int:
     """Return the token whose part of the cumulative distribution holds draw, in [0, 1)."""
+    if not np.isfinite(logits.max()):
+        rule = "the largest logit must be finite"
+        fix = "Check the weights: training may have diverged"
+        raise NonFiniteError(explain("logits.max()", float(logits.max()), rule, fix))
     if temperature == 0.0:
         return int(logits.argmax())
     weights = np.exp((logits - logits.max()) / temperature)  # (V,)
     cumulative = weights.cumsum()
-    return int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    drawn = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    return min(drawn, int(np.flatnonzero(weights)[-1]))  # the product may be rounded up

@@ -14,6 +14,8 @@ import numpy as np
 
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor
+from mpipar.autograd.record import array
+from mpipar.errors import BufferMismatchError, explain
 from mpipar.models.config import STD, ModelConfig
 from mpipar.models.factories import Factories
 from mpipar.nn.dropout import Dropout
@@ -66,10 +68,10 @@ class Transformer(Module):
         """Return the logits (B, S, V) of tokens (B, S), integers.
 
         positions: global positions (S,) or (B, S) of the tokens, where they are not 0..S-1.
-        Raises ConfigError for a token outside the vocabulary.
+        Raises ConfigError for a token outside the vocabulary, and BufferMismatchError for tokens or
+        positions of another shape.
         """
-        if positions is None:
-            positions = np.arange(tokens.shape[1])
+        tokens, positions = _checked(tokens, positions)
         x = self.embed(tokens, positions)
         for block in self.blocks:
             x = block(x, positions)
@@ -96,6 +98,7 @@ class Transformer(Module):
 
         Raises ConfigError for a token or target outside the vocabulary.
         """
+        targets = array(targets)
         check_ids("targets", targets, self.config.vocab, IGNORE)
         total = self.cross_entropy(self(tokens, positions), targets, reduction="sum")
         return total, int((targets != IGNORE).sum())
@@ -120,3 +123,28 @@ class Transformer(Module):
     def _table(self, make: Factories, name: str) -> Any:
         c = self.config
         return make.embedding(c.vocab, c.dim, seed=c.seed, name=name, std=STD, dtype=c.dtype)
+
+
+def _checked(tokens: Any, positions: Any) -> tuple[Array, Array]:
+    """Return tokens (B, S) and positions (S,) or (B, S) as arrays, 0..S-1 if None.
+
+    Raises BufferMismatchError for other shapes, and for positions that are not integers >= 0.
+    """
+    tokens = array(tokens)
+    if tokens.ndim != 2 or not tokens.size:
+        rule = "tokens must be (batch, sequence), neither of them empty"
+        fix = "Pass tokens[None] for one sequence" if tokens.ndim == 1 else "Reshape them"
+        raise BufferMismatchError(explain("tokens.shape", tokens.shape, rule, fix))
+    if positions is None:
+        return tokens, np.arange(tokens.shape[1])
+    positions = array(positions)
+    if positions.shape not in (tokens.shape[1:], tokens.shape):
+        rule = f"positions must be (sequence,) or (batch, sequence) of tokens {tokens.shape}"
+        raise BufferMismatchError(
+            explain("positions.shape", positions.shape, rule, "Give each token its position")
+        )
+    if positions.dtype.kind not in "iu" or positions.min() < 0:
+        rule = "positions must be integers from 0"
+        given = (positions.dtype.name, positions.min().item())
+        raise BufferMismatchError(explain("positions (dtype, least)", given, rule, "Convert them"))
+    return tokens, positions

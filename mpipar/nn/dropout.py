@@ -11,7 +11,7 @@ import numpy as np
 from mpipar import rng
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
-from mpipar.errors import ConfigError, explain
+from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.nn import init
 from mpipar.nn.module import Module
 
@@ -52,6 +52,9 @@ class Dropout(Module):
         """
         if self.p == 0.0 or not self.training:
             return x
+        if not x.ndim:
+            rule = "x must have a dimension of rows"
+            raise BufferMismatchError(explain("x.shape", x.shape, rule, "Reshape it to (1,)"))
         key = rng.key(self.seed, self.name, "dropout", *rng.moment())
         return F.dropout(x, self.p, key, row_index(x.shape, rng.position().row, positions))
 

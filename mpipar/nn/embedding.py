@@ -5,6 +5,7 @@ import numpy as np
 from mpipar.arrays import Array, module_of
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
+from mpipar.autograd.record import array
 from mpipar.errors import ConfigError, explain
 from mpipar.nn import init
 from mpipar.nn.linear import check_size, join
@@ -37,6 +38,7 @@ class Embedding(Module):
 
     def forward(self, ids: Array) -> Tensor:
         """Return the rows of ids (...): (..., dim).  Raises ConfigError for an id not in it."""
+        ids = array(ids)
         check_ids("ids", ids, self.num)
         return F.embedding(ids, self.weight)
 

@@ -6,12 +6,15 @@ those.  The name of a parameter is its attribute path, as in PyTorch:
 counts once, under the first.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from mpipar.arrays import Array, module_of
+import numpy as np
+
+from mpipar.arrays import Array, is_device, module_of
 from mpipar.autograd import Tensor
+from mpipar.autograd.tensor import is_float
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.spec import Spec
 
@@ -85,14 +88,15 @@ class Module:
         """Copy local blocks into the parameters, in place, in the parameters' dtypes.
 
         strict=False ignores missing and unexpected names.
-        Raises ConfigError naming what is missing, unexpected, or of another shape; then nothing
-        was copied.
+        Raises ConfigError naming what is missing, unexpected, of another shape or no real numbers;
+        then nothing was copied.
         """
         own = dict(self.named_parameters())
+        state = number_arrays(state, own)
         problems = [f"{name} is missing" for name in own if strict and name not in state]
         problems += [f"{name} is unexpected" for name in state if strict and name not in own]
         for name in own.keys() & state.keys():
-            given, shape = tuple(state[name].shape), own[name].data.shape
+            given, shape = state[name].shape, own[name].data.shape
             if given != shape:
                 problems.append(f"{name} has shape {given}, needed {shape}")
         if problems:
@@ -152,6 +156,25 @@ def _stem(name: str) -> str:
     """Return the name of the list that a module is in, or its own if it is in none."""
     stem, _, last = name.rpartition(".")
     return f"{stem}." if last.isdigit() else name
+
+
+def number_arrays(state: Any, own: Container[str]) -> dict[str, Any]:
+    """Return a state with its values under the keys `own` as arrays.
+
+    Raises ConfigError if it is no mapping, or if one of these is no array of real numbers.
+    """
+    if not isinstance(state, Mapping):
+        rule = "it must map names to arrays"
+        raise ConfigError(explain("state", type(state).__name__, rule, "Load a state_dict()"))
+    out = dict(state)
+    for key in [key for key in out if key in own]:
+        value = out[key].data if isinstance(out[key], Tensor) else out[key]
+        out[key] = value if is_device(value) else np.asarray(value)
+        if out[key].dtype.kind not in "fiu" and not is_float(out[key].dtype):
+            kind = value.dtype.name if hasattr(value, "dtype") else type(value).__name__
+            rule = "it must be an array of real numbers"
+            raise ConfigError(explain(f"state[{key!r}]", kind, rule, "Load a state_dict()"))
+    return out
 
 
 def tensors_of(params: Any, what: str = "params") -> list[Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit, module_of
 from mpipar.autograd import Tensor
 from mpipar.errors import BufferMismatchError, ConfigError, explain
-from mpipar.nn.module import Module, tensors_of
+from mpipar.nn.module import Module, number_arrays, tensors_of
 from mpipar.nn.spec import Spec
 
 Group = dict[str, Any]  # "params", a list of Tensors, and the settings that they share
@@ -150,10 +150,11 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy the arrays of a state_dict() into this optimiser's.
 
-        Raises ConfigError naming what is missing, unexpected, or of another shape.
+        Raises ConfigError naming what is missing, unexpected, of another shape or no real numbers.
         """
         own = self.state_dict()
-        wrong = [key for key in own if key in state and np.shape(state[key]) != own[key].shape]
+        state = number_arrays(state, own)
+        wrong = [key for key in own if key in state and state[key].shape != own[key].shape]
         problems = {
             "missing": sorted(own.keys() - state.keys()),
             "unexpected": sorted(state.keys() - own.keys()),
