@@ -17,7 +17,7 @@ HEADER = 16  # int64: dtype number, dimensions, whether a Tensor, shape
 
 
 def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer) and size >= 0
+    return isinstance(size, int | np.integer) and bool(size >= 0)
 
 
 class Announced(NamedTuple):

@@ -15,6 +15,8 @@ from mpipar.errors import ConfigError, explain
 
 SEGMENT_BYTES = 1 << 22  # smaller ones cost more switching between ranks than they save
 MOST_SEGMENTS = 64
+SMALL_BYTES = 1 << 16  # where the number of rounds costs more than the bytes
+FEW_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,19 @@ def choose(collective: str, nbytes: int, ranks: int, nodes: Nodes, table: Table)
     measured = table.find(collective, ranks, nbytes)
     if measured is not None:
         return measured
-    small = nbytes <= 16384
+    small = nbytes <= SMALL_BYTES
+    few = ranks <= FEW_RANKS and nodes.count == 1  # all at once: the fewest rounds
     match collective:
         case "all_reduce":
-            if nodes.count > 1 and nodes.sizes is not None and nodes.count < ranks and not small:
+            if small:
+                return "recursive_doubling"
+            if nodes.count > 1 and nodes.sizes is not None and nodes.count < ranks:
                 return "hierarchical"
-            return "recursive_doubling" if small else "ring"
+            return "direct" if few else "ring"
         case "reduce_scatter":
-            return "recursive_halving" if small else "ring"
+            return "direct" if few else "recursive_halving" if small else "ring"
         case "all_gather":
-            return "bruck" if small else "ring"
+            return "direct" if few else "bruck" if small else "ring"
         case "all_to_all":
             return "bruck" if nbytes <= 256 * ranks and ranks > 8 else "pairwise"
         case "broadcast":

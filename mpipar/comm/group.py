@@ -30,9 +30,10 @@ from mpipar.comm.shared_memory import Windows
 from mpipar.comm.small import Key, SmallReduce
 from mpipar.errors import ConfigError, DestroyedError, MismatchError, StateError, explain
 
-PERSISTENT_BYTES = 32768  # calls up to this size run on prepared requests
+PERSISTENT_BYTES = 1 << 18  # calls up to this size run on prepared requests
 PERSISTENT_RANKS = 64
-KEEP_PREPARED = 512  # calls whose plans are kept
+KEEP_PREPARED = 512  # calls whose plans are kept,
+KEEP_BYTES = 1 << 26  # and the bytes of those on prepared requests, which have their own buffers
 # Tags: 0 the watchdogs, 1 send and recv, then persistent plans by signature, then the sequence.
 MESSAGE_TAG, PERSISTENT_TAG, SEQUENCE_TAG = 1, 16, 8192
 
@@ -73,6 +74,7 @@ class ProcessGroup:
         self.broken: BaseException | None = None  # what went wrong in a call that had begun
         self.pool = ScratchPool()
         self._prepared: dict[Call, Prepared] = {}
+        self._kept_bytes = 0
         self.small: dict[Key, SmallReduce] = {}
         self.windows = Windows(self)
 
@@ -211,15 +213,18 @@ class ProcessGroup:
             self._compile(call, prepared, nbytes)
         if isinstance(call.op, UserOp):
             return prepared
-        if len(self._prepared) >= KEEP_PREPARED:
+        prepared.nbytes = nbytes if prepared.persistent is not None else 0
+        self._kept_bytes += prepared.nbytes
+        while len(self._prepared) >= KEEP_PREPARED or self._kept_bytes > KEEP_BYTES:
             self._forget()
         self._prepared[call] = prepared
         return prepared
 
     def _forget(self) -> None:
-        """Drop the oldest prepared call."""
+        """Drop the oldest prepared call: the same one on every rank."""
         call = next(iter(self._prepared))
         prepared = self._prepared.pop(call)
+        self._kept_bytes -= prepared.nbytes
         if prepared.persistent is not None:
             prepared.persistent.free()
             for key in [k for k, small in self.small.items() if small.of(prepared.persistent)]:
@@ -277,6 +282,8 @@ class Handle:
 
     def __init__(self, inner: Execution | Requests, group: ProcessGroup) -> None:
         self._inner, self._group = inner, group
+        if not inner.done:
+            waiting.enter(inner.test)
 
     def test(self) -> bool:
         """Advance without waiting; say whether the result is there."""

@@ -89,8 +89,7 @@ def _receiving(
 
 
 def _result(group: ProcessGroup, handle: Requests, async_op: bool) -> Any:
-    outer = Handle(handle, group)
-    return outer if async_op else outer.wait()
+    return Handle(handle, group) if async_op else handle.wait()
 
 
 def _peer(group: ProcessGroup, peer: int | None, step: int, parameter: str) -> int:

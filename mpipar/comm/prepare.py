@@ -28,6 +28,7 @@ class Prepared:
     persistent: Persistent | None = None
     fold: Callable = fold
     divisor: int = 1
+    nbytes: int = 0  # of the whole call, if it has buffers of its own
 
 
 @dataclass(slots=True)

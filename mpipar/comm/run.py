@@ -131,8 +131,8 @@ class Execution:
         self._run_folds(self._plan.copies, 1)
         if not steps:
             self._end()
-        elif not self.test():
-            waiting.enter(self.test)
+        else:
+            self.test()
 
     def _next(self) -> None:
         """The step's receives are there: post the next one's around this one's additions."""
@@ -240,7 +240,6 @@ class Requests:
         self._result: Any = None
         self.place = place
         self.done = False
-        waiting.enter(self.test)
 
     def test(self) -> bool:
         """Say whether all requests are complete.
