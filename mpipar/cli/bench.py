@@ -7,12 +7,19 @@ mpipar bench overhead
 """
 
 import json
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from mpipar.errors import ConfigError, explain
+from tyro.conf import arg
+
+from mpipar.cli import files
+from mpipar.cli.train import HEAD_START, fail
+from mpipar.errors import ConfigError, MpiparError, explain
+from mpipar.train import launch, memory
 
 SIZES = (4, 64, 1024, 16384, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
@@ -26,12 +33,12 @@ class Collectives:
     ] = ("all_reduce",)
     """Collectives to time."""
     sizes: tuple[int, ...] = SIZES
-    """Bytes of the whole vector."""
+    """Bytes of the whole vector, multiples of 4."""
     algorithms: tuple[str, ...] = ()
     """Algorithms to time; all if none is named.  "window": all_reduce in node-shared memory."""
     peer: Literal["torch"] | None = None
     """Time torch's gloo all_reduce too, where torch is installed."""
-    json: Path | None = None
+    json: Annotated[Path | None, arg(metavar="PATH")] = None
     """Write {"machine": ..., "rows": [...]} here."""
     tune: bool = False
     """Write the table that "auto" reads from now on."""
@@ -41,7 +48,7 @@ class Collectives:
 class Overhead:
     """Time the tape's cost an operation, and the cost of `import mpipar`."""
 
-    json: Path | None = None
+    json: Annotated[Path | None, arg(metavar="PATH")] = None
     """Write {"machine": ..., "rows": [...]} here."""
 
 
@@ -55,58 +62,137 @@ def run(config: Collectives | Overhead) -> int:
 
 
 def _collectives(config: Collectives) -> int:
+    """Collective: measure, or tell on rank 0 what all ranks cannot do."""
+    if trouble := launch.start():
+        return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
     from mpi4py import MPI
 
-    from mpipar.bench import collectives, gloo, timing
-    from mpipar.comm import choice
-    from mpipar.parallel.communicator import Communicator
+    from mpipar.train.agree import is_of_all_ranks, same, together
 
-    with Communicator(MPI.COMM_WORLD, name="bench") as comm, ExitStack() as stack:
-        if comm.size == 1:
-            raise ConfigError(
-                explain(
-                    "ranks", 1, "collectives must have peers", "Start mpiexec -n 2 mpipar bench"
-                )
-            )
-        if comm.rank == 0:
-            print("median times; ratio: the MPI library's time over ours, above 1 is faster")
-        peer = None
-        if config.peer is not None and gloo.available(MPI.COMM_WORLD):
-            peer = stack.enter_context(gloo.all_reduce(MPI.COMM_WORLD))
-        elif config.peer is not None and comm.rank == 0:
-            print("torch is not installed: its rows are left out", flush=True)
-        rows: list[collectives.Row] = []
-        for name in config.names:
-            for nbytes in config.sizes:
-                others = {gloo.NAME: peer(nbytes // 4)} if peer and name == "all_reduce" else {}
-                rows += collectives.measure(comm, name, nbytes, config.algorithms, others=others)
-                if comm.rank == 0:
-                    _print_rows(rows[-1].bytes, name, rows)
-        if comm.rank == 0:
-            machine = timing.machine(MPI.COMM_WORLD)
-            _write(config.json, machine, collectives.as_json(rows))
-            if config.tune:
-                path = choice.table_path()
-                table = choice.read_table(path)
-                choice.write_table(path, choice.Table(table.rows | collectives.tune(rows).rows))
-                print(f"wrote {path}")
+    world = MPI.COMM_WORLD
+    try:
+        same(world, "the configuration", repr(config), "Start all ranks with the same flags.")
+        neighbours = world.Split_type(MPI.COMM_TYPE_SHARED)
+        local = neighbours.size
+        neighbours.Free()
+        together(world, lambda: check(config, world.rank, world.size, local))
+        rows = _measured(config, world)
+        together(world, lambda: _write_results(config, world.rank, rows))
+    except MpiparError as error:
+        if not is_of_all_ranks(error):
+            raise
+        return fail(str(error), world.rank == 0, world.Barrier)
     return 0
 
 
-def _print_rows(nbytes: int, name: str, rows: list[Any]) -> None:
-    print(f"{name}, {nbytes} bytes, {rows[-1].ranks} ranks", flush=True)
-    for row in rows:
-        if (row.collective, row.bytes) == (name, nbytes):
-            print(
-                f"  {row.algorithm:20} {row.median_s * 1e6:12.1f} us"
-                f"   library {row.mpi_median_s * 1e6:12.1f} us   ratio {row.ratio:6.2f}",
-                flush=True,
+def check(config: Collectives, rank: int, ranks: int, local: int) -> None:
+    """Raise ConfigError for what cannot be measured by `ranks` ranks, `local` on this machine."""
+    from mpipar.bench.collectives import WINDOW
+    from mpipar.comm import choice
+    from mpipar.comm.calls import algorithms
+
+    if ranks == 1:
+        fix = "Start mpiexec -n 2 mpipar bench"
+        raise ConfigError(explain("ranks", 1, "collectives must have peers", fix))
+    for flag in ("names", "sizes"):
+        if not getattr(config, flag):
+            raise ConfigError(explain(flag, (), "there must be one at least", "Leave it out"))
+    have = memory.available()
+    for size in config.sizes:
+        if size < 4 or size % 4:
+            rule = "the bytes of float32 values must be a multiple of 4, and at least 4"
+            raise ConfigError(explain("sizes", size, rule, f"Pass {max(4, size // 4 * 4)}"))
+        need = 3 * size * local
+        if have is not None and need > have:
+            rule = (
+                f"the arrays of {local} ranks take about {memory.amount(need)}, and this machine "
+                f"has {memory.amount(have)}"
             )
+            raise ConfigError(explain("sizes", size, rule, "Pass a smaller one"))
+    known = dict.fromkeys(["auto"] + [one for name in config.names for one in algorithms(name)])
+    if "all_reduce" in config.names:
+        known[WINDOW] = None
+    for algorithm in config.algorithms:
+        if algorithm not in known:
+            rule = f"{', '.join(config.names)} can be measured with {', '.join(known)}"
+            raise ConfigError(explain("algorithms", algorithm, rule, "Choose among them"))
+    if rank == 0:  # which writes
+        files.check(config.json, "json")
+        if config.tune:
+            path = choice.table_path()
+            with _told_as_config_error(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            files.check(path, "MPIPAR_TUNING")
+            choice.read_table(path)
+
+
+def _measured(config: Collectives, world: Any) -> list[Any]:
+    """Collective: measure everything; rank 0 prints it."""
+    from mpipar.bench import collectives, gloo
+    from mpipar.parallel.communicator import Communicator
+
+    rows: list[collectives.Row] = []
+    with Communicator(world, name="bench") as comm, ExitStack() as stack:
+        if comm.rank == 0:
+            print("median times; ratio: the MPI library's time over ours, above 1 is faster")
+        peer = None
+        if config.peer is not None and gloo.available(world):
+            peer = stack.enter_context(gloo.all_reduce(world))
+        elif config.peer is not None and comm.rank == 0:
+            print("torch is not installed: its rows are left out", flush=True)
+        for name in config.names:
+            for nbytes in config.sizes:
+                others = {gloo.NAME: peer(nbytes // 4)} if peer and name == "all_reduce" else {}
+                found = collectives.measure(comm, name, nbytes, config.algorithms, others=others)
+                rows += found
+                if comm.rank == 0:
+                    _print_rows(nbytes, name, comm.size, found)
+    return rows
+
+
+def _write_results(config: Collectives, rank: int, rows: list[Any]) -> None:
+    from mpi4py import MPI
+
+    from mpipar.bench import collectives, timing
+    from mpipar.comm import choice
+
+    if rank != 0:
+        return
+    _write(config.json, timing.machine(MPI.COMM_WORLD), collectives.as_json(rows))
+    if config.tune:
+        path = choice.table_path()
+        table = choice.read_table(path)
+        with _told_as_config_error(path):
+            choice.write_table(path, choice.Table(table.rows | collectives.tune(rows).rows))
+        print(f"wrote {path}")
+
+
+@contextmanager
+def _told_as_config_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        rule = f"the table cannot be written ({error.strerror or error})"
+        fix = "Set MPIPAR_TUNING to another path"
+        raise ConfigError(explain("MPIPAR_TUNING", str(path), rule, fix)) from None
+
+
+def _print_rows(nbytes: int, name: str, ranks: int, rows: list[Any]) -> None:
+    print(f"{name}, {nbytes} bytes, {ranks} ranks", flush=True)
+    for row in rows:
+        print(
+            f"  {row.algorithm:20} {row.median_s * 1e6:12.1f} us"
+            f"   library {row.mpi_median_s * 1e6:12.1f} us   ratio {row.ratio:6.2f}",
+            flush=True,
+        )
+    if not rows:
+        print("  none of the algorithms can be measured here", flush=True)
 
 
 def _overhead(config: Overhead) -> int:
     from mpipar.bench import overhead
 
+    files.check(config.json, "json")
     taped, plain = overhead.tape_seconds()
     mpipar, base = overhead.import_seconds()
     rows = [
@@ -122,5 +208,5 @@ def _overhead(config: Overhead) -> int:
 
 def _write(path: Path | None, machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if path is not None:
-        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-        print(f"wrote {path}")
+        words = json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
+        files.write(path, words, "json")

@@ -3,6 +3,13 @@
 from pathlib import Path
 
 from mpipar.errors import ConfigError, explain
+from mpipar.train.outputs import refusal
+
+
+def check(path: Path | None, flag: str) -> None:
+    """Raise ConfigError, naming the flag, if a file cannot be written; before work is done."""
+    if path is not None and (reason := refusal(path)) is not None:
+        raise ConfigError(explain(flag, str(path), reason, "Name another file"))
 
 
 def write(path: Path, words: str, flag: str) -> None:

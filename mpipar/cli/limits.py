@@ -8,7 +8,7 @@ from mpipar.schedule import CommSchedule
 
 CHUNKS = 1 << 20  # ranks x segments of a schedule
 DRAWN = 100_000  # operations of a picture of rounds, or actions of one of a pipeline
-SIMULATED = 2_000_000  # actions of a simulated pipeline
+SIMULATED = 500_000  # actions of a simulated pipeline
 PROVEN = 1_000_000_000  # sum of the squares of the rank counts: about an hour of one core
 PROVEN_ACTIONS = 20_000_000  # of pipelines: some minutes
 NARROWEST, WIDEST = 20, 10_000  # characters of a line

@@ -18,7 +18,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from mpipar.cli import limits, pipelines
-from mpipar.cli.files import write
+from mpipar.cli.files import check, write
 from mpipar.errors import ConfigError, ScheduleError, explain
 from mpipar.schedule import CommSchedule, algorithms, draw, generators, make, segment, simulate
 from mpipar.schedule.draw_timeline import seconds
@@ -144,6 +144,8 @@ ALONE = (Show, Verify, Simulate, Draw)
 
 def run(config: Config) -> int:
     """Run one of the subcommands; return the exit code."""
+    for flag in ("svg", "csv"):
+        check(getattr(config, flag, None), flag)
     if pipelines.is_pipeline(config.name):
         return _run_pipeline(config)
     match config:

@@ -74,7 +74,7 @@ MISTAKES = {
     "show all_reduce/hierarchical -p 4 --nodes 2,1": ["nodes=(2, 1)", "p=4"],
     "show all_reduce/hierarchical -p 4 --nodes two": ["nodes='two'", "Say 2,2 or 8"],
     "show all_reduce --svg x.svg": ["one picture shows one algorithm"],
-    "show all_reduce/ring --svg /nowhere/x.svg": ["svg='/nowhere/x.svg'", "No such file"],
+    "show all_reduce/ring --svg /nowhere/x.svg": ["svg='/nowhere/x.svg'", "no folder /nowhere"],
     "verify all -p 4..1": ["ranks='4..1'", "1..64"],
     "simulate all_reduce --bytes many": ["bytes='many'", "64MiB"],
     "simulate all_reduce/ring --alpha -1": ["alpha=-1.0", "not negative"],

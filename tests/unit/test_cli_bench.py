@@ -1,0 +1,62 @@
+"""`mpipar bench`: what cannot be measured or written is one line, before anything is measured."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpipar.cli.bench import Collectives, check
+from mpipar.errors import ConfigError
+from tests.launch import launch, run
+
+pytestmark = pytest.mark.launch
+
+BENCH = ["-m", "mpipar.cli.main", "bench"]
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"sizes": (-4,)}, ["sizes=-4", "at least 4"]),
+    ({"sizes": (0,)}, ["sizes=0", "at least 4"]),
+    ({"sizes": (4, 7)}, ["sizes=7", "multiple of 4", "Pass 4"]),
+    ({"sizes": (10**13,)}, ["sizes=10000000000000", "60 TB", "this machine has"]),
+    ({"sizes": ()}, ["sizes=()"]),
+    ({"names": ()}, ["names=()"]),
+    ({"algorithms": ("nosuch",)}, ["algorithms='nosuch'", "auto, ", "window"]),
+    ({"names": ("broadcast",), "algorithms": ("window",)}, ["algorithms='window'", "broadcast"]),
+    ({"json": Path("/nowhere/x.json")}, ["json='/nowhere/x.json'", "no folder /nowhere"]),
+    ({"tune": True}, ["MPIPAR_TUNING", "cannot be written"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_refused(
+    settings: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIPAR_TUNING", "/dev/null/tuning.json")
+    with pytest.raises(ConfigError) as caught:
+        check(Collectives(**settings), rank=0, ranks=2, local=2)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_mistake_is_one_line_of_the_job(tmp_path: Path) -> None:
+    result = launch(2, [*BENCH, "collectives", "--json", tmp_path / "none" / "x"], timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.count("mpipar: error: json=") == 1
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_short_measurement_is_written(tmp_path: Path) -> None:
+    flags = ["--sizes", "64", "--algorithms", "ring", "--json", tmp_path / "x.json", "--tune"]
+    env = {"MPIPAR_TUNING": str(tmp_path / "cache" / "tuning.json")}
+    result = launch(2, [*BENCH, "collectives", *flags], timeout=60, env=env)
+    assert result.returncode == 0, result.stderr
+    assert "all_reduce, 64 bytes, 2 ranks" in result.stdout
+    assert (tmp_path / "x.json").exists()
+    assert (tmp_path / "cache" / "tuning.json").exists()
+
+
+def test_overhead_checks_its_file_first() -> None:
+    result = run([sys.executable, *BENCH, "overhead", "--json", "/nowhere/y"], timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "json='/nowhere/y'" in result.stderr
