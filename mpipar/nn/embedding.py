@@ -8,7 +8,7 @@ from mpipar.autograd import functional as F
 from mpipar.autograd.record import array
 from mpipar.errors import ConfigError, explain
 from mpipar.nn import init
-from mpipar.nn.linear import check_size, join
+from mpipar.nn.linear import check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
 
@@ -32,6 +32,7 @@ class Embedding(Module):
         """Make the parameter f"{name}.weight"; raises ConfigError if a size is < 1."""
         check_size("num", num)
         check_size("dim", dim)
+        check_scale("std", std)
         self.num, self.dim = num, dim
         spec = Spec.replicated(join(name, "weight"), (num, dim))
         self.weight = Parameter(init.draw(spec, init.seed_of(seed, name), std, dtype=dtype), spec)

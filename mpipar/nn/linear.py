@@ -1,8 +1,14 @@
 """The affine map y = x W^T + b."""
 
+from math import inf
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
-from mpipar.errors import ConfigError, explain
+from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.nn import init
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
@@ -32,9 +38,15 @@ class Linear(Module):
         std: float | None = None,
         dtype: str = "float32",
     ) -> None:
-        """Make the parameters f"{name}.weight" and f"{name}.bias"; ConfigError if a size is < 1."""
+        """Make the parameters f"{name}.weight" and f"{name}.bias".
+
+        Raises ConfigError for a size that is no integer of at least 1, or a std that is negative or
+        not finite.
+        """
         check_size("in_features", in_features)
         check_size("out_features", out_features)
+        if std is not None:
+            check_scale("std", std)
         self.in_features, self.out_features = in_features, out_features
         seed = init.seed_of(seed, name)
         weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
@@ -56,10 +68,26 @@ class Linear(Module):
         return f"{sizes}, bias={self.bias is not None}"
 
 
-def check_size(name: str, value: int) -> None:
-    """Raise ConfigError unless a layer's size is at least 1."""
-    if value < 1:
-        raise ConfigError(explain(name, value, "a size must be at least 1", "Choose a larger one"))
+def check_size(name: str, value: Any) -> None:
+    """Raise ConfigError unless a layer's size is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        rule = "a size must be an integer, at least 1"
+        raise ConfigError(explain(name, value, rule, "Choose such a number"))
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raise ConfigError unless an eps or a standard deviation is a finite number, not negative."""
+    if not isinstance(value, Real) or not 0 <= float(value) < inf:
+        rule = "it must be a finite number, and not negative"
+        raise ConfigError(explain(name, value, rule, "Choose such a number"))
+
+
+def check_full(name: str, whole: Any, ndim: int) -> None:
+    """Raise BufferMismatchError unless a dense parameter is an array of `ndim` dimensions."""
+    if getattr(whole, "ndim", None) != ndim or not hasattr(whole, "dtype"):
+        given = tuple(whole.shape) if hasattr(whole, "shape") else type(whole).__name__
+        rule = f"it must be an array of {ndim} dimensions"
+        raise BufferMismatchError(explain(name, given, rule, "Pass the dense layer's"))
 
 
 def join(prefix: str, name: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from mpipar.arrays import dtype as as_dtype
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
-from mpipar.nn.linear import check_size, join
+from mpipar.nn.linear import check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
 
@@ -22,8 +22,9 @@ class LayerNorm(Module):
     def __init__(
         self, dim: int, eps: float = 1e-5, *, name: str = "", dtype: str = "float32"
     ) -> None:
-        """Make f"{name}.weight" and f"{name}.bias", (dim,); raises ConfigError if dim < 1."""
+        """Make f"{name}.weight" and f"{name}.bias", (dim,); ConfigError if dim < 1, eps < 0."""
         check_size("dim", dim)
+        check_scale("eps", eps)
         self.eps = eps
         self.weight = _vector(1.0, dim, join(name, "weight"), dtype)
         self.bias = _vector(0.0, dim, join(name, "bias"), dtype)
@@ -43,8 +44,9 @@ class RMSNorm(Module):
     def __init__(
         self, dim: int, eps: float = 1e-5, *, name: str = "", dtype: str = "float32"
     ) -> None:
-        """Make f"{name}.weight", (dim,); raises ConfigError if dim < 1."""
+        """Make f"{name}.weight", (dim,); ConfigError if dim < 1, eps < 0."""
         check_size("dim", dim)
+        check_scale("eps", eps)
         self.eps = eps
         self.weight = _vector(1.0, dim, join(name, "weight"), dtype)
 

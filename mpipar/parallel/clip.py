@@ -12,6 +12,7 @@ is sent: every parameter counts as it lies on this rank.
 """
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,11 @@ def clip_grad_norm(
     Raises ConfigError for a negative max_norm, a parameter whose spec says Partial on some axis
     (its gradient is not summed yet), and without a mesh for one of which this rank holds a part.
     """
-    if max_norm is not None and not max_norm >= 0:
-        rule = "it must not be negative, as no norm is"
+    if mesh is not None and not isinstance(mesh, Mesh):
+        rule = "it must be a Mesh: a norm is joined over all of its axes"
+        raise ConfigError(explain("mesh", type(mesh).__name__, rule, "Pass the mesh, or None"))
+    if max_norm is not None and (not isinstance(max_norm, Real) or not max_norm >= 0):
+        rule = "it must be a number, and not negative, as no norm is"
         raise ConfigError(explain("max_norm", max_norm, rule, "Pass >= 0, or None to measure"))
     distinct = list({id(param): param for param in tensors_of(params)}.values())
     names, squares = squared_norms(distinct, mesh)

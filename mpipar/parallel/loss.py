@@ -18,6 +18,7 @@ import numpy as np
 
 from mpipar.arrays import Array, module_of
 from mpipar.autograd import Function, Tensor
+from mpipar.autograd.tensor import is_float
 from mpipar.errors import ConfigError, explain
 from mpipar.parallel.communicator import Communicator
 
@@ -32,11 +33,26 @@ def token_mean(loss_sum: Any, count: int, comm: Communicator, *, total: int | No
 
     The sums are taken in float64.  Gradient: grad / (total count) to this rank's loss_sum.
 
-    Raises ConfigError on every rank if there is no valid token in the whole group.
+    Raises ConfigError on every rank if there is no valid token in the whole group, and before any
+    message for a loss_sum that is no single floating-point number or a count that is no number.
     """
+    _check(loss_sum, count, total)
     if isinstance(loss_sum, Tensor):
         return _TokenMean.apply(loss_sum, count, comm, total)
     return _mean(loss_sum, count, comm, total)[0]
+
+
+def _check(loss_sum: Any, count: Any, total: Any) -> None:
+    """Raise ConfigError for arguments of another kind."""
+    given = loss_sum if hasattr(loss_sum, "dtype") else np.asarray(loss_sum)
+    if given.size != 1 or not is_float(given.dtype):
+        kind = (type(loss_sum).__name__, tuple(given.shape), given.dtype.name)
+        rule = "it must be a single floating-point number"
+        raise ConfigError(explain("loss_sum", kind, rule, "Sum the losses of this rank's tokens"))
+    for name, number in (("count", count), ("total", 0 if total is None else total)):
+        if not isinstance(number, int | np.integer) or number < 0:
+            rule = "it must be a number of tokens, an integer"
+            raise ConfigError(explain(name, number, rule, "Count the targets that are valid"))
 
 
 def _mean(loss_sum: Array, count: int, comm: Communicator, total: int | None) -> tuple[Array, int]:

@@ -224,7 +224,7 @@ def _require_agreement(raw: MPI.Intracomm, sizes: tuple[Any, ...]) -> None:
 
     One small all-gather: without it, ranks that disagree would wait in different groups forever.
     """
-    numbers = [0 if s is None else s if isinstance(s, (int, np.integer)) else -1 for s in sizes]
+    numbers = [0 if size is None else _as_number(size) for size in sizes]
     mine = np.array(numbers, np.int64)
     everyone = np.empty((raw.size, len(mine)), np.int64)
     raw.Allgather(mine, everyone)
@@ -235,3 +235,9 @@ def _require_agreement(raw: MPI.Intracomm, sizes: tuple[Any, ...]) -> None:
                 "(pp, dp, cp, tp, ep)", everyone[0].tolist(), rule, "Pass the same on all ranks"
             )
         )
+
+
+def _as_number(size: Any) -> int:
+    """Return a size to compare; -1, which `resolve` refuses too, for what can be none."""
+    whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+    return int(size) if whole and 1 <= size < 1 << 31 else -1

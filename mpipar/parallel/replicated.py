@@ -26,10 +26,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpipar import partition
 from mpipar.arrays import Array, module_of
 from mpipar.autograd import Function, Tensor
-from mpipar.errors import ConfigError, explain
+from mpipar.errors import ConfigError, DtypeMismatchError, explain
 
 if TYPE_CHECKING:  # Communicator.slice is implemented here
     from mpipar.parallel.communicator import Communicator
@@ -62,7 +64,7 @@ def slice_of(comm: Communicator, x: Any, dim: int = -1, *, scale_grad: bool) -> 
     The gradient of x is the all_gather of the ranks' gradients, divided by the number of ranks if
     `scale_grad` (for a loss whose gradients are summed over the group afterwards).
     """
-    sizes = partition.blocks(x.shape[dim], comm.size)
+    sizes = partition.blocks(_length(x, dim), comm.size)
     gather = partial(comm.all_gather, dim=dim, sizes=sizes)
     mean = partial(_divide, by=comm.size)
     cut = partial(_block, dim=dim, sizes=sizes, rank=comm.rank)
@@ -95,7 +97,8 @@ def reduce_scatter_sequence(comm: Communicator, x: Any, dim: int = 1, sizes: Siz
     `sizes`: the sizes of the blocks; None cuts by partition.blocks.  The gradient is the
     all_gather.
     """
-    sizes = partition.blocks(x.shape[dim], comm.size) if sizes is None else tuple(sizes)
+    length = _length(x, dim)
+    sizes = partition.blocks(length, comm.size) if sizes is None else tuple(sizes)
     scatter = partial(comm.reduce_scatter, dim=dim, sizes=sizes)
     return _pair(comm, x, scatter, partial(comm.all_gather, dim=dim, sizes=sizes))
 
@@ -142,14 +145,31 @@ def _block(x: Array, dim: int, sizes: tuple[int, ...], rank: int) -> Array:
     return module_of(x).ascontiguousarray(x[tuple(cut)])
 
 
+def _length(x: Any, dim: int) -> int:
+    """Return the size of x along dim.
+
+    Raises ConfigError for a dim that x does not have, and DtypeMismatchError for what is no array
+    of numbers.
+    """
+    if not hasattr(x, "dtype") or x.dtype.kind in "OSU":
+        kind = x.dtype.name if hasattr(x, "dtype") else type(x).__name__
+        rule = "x must be an array, or a Tensor, of numbers"
+        raise DtypeMismatchError(explain("x", kind, rule, "Convert it"))
+    if not isinstance(dim, int | np.integer) or not -x.ndim <= dim < x.ndim:
+        rule = f"it must be a dimension of x, of shape {tuple(x.shape)}"
+        raise ConfigError(explain("dim", dim, rule, "Choose one of them"))
+    return int(x.shape[dim])
+
+
 def _block_sizes(comm: Communicator, x: Any, dim: int, sizes: Sizes) -> tuple[int, ...]:
     """Return the sizes of all ranks' blocks: equal ones unless stated.
 
     Raises ConfigError if the stated ones do not fit this rank's block.
     """
+    length = _length(x, dim)
     if sizes is None:
-        return (x.shape[dim],) * comm.size
-    if len(sizes) != comm.size or sizes[comm.rank] != x.shape[dim]:
-        rule = f"one size a rank, for this one {x.shape[dim]}"
+        return (length,) * comm.size
+    if len(sizes) != comm.size or sizes[comm.rank] != length:
+        rule = f"there must be one size a rank, for this one {length}"
         raise ConfigError(explain("sizes", tuple(sizes), rule, "Pass the blocks of all ranks"))
     return tuple(sizes)

@@ -28,7 +28,7 @@ from mpipar.arrays import dtype as as_dtype
 from mpipar.autograd import Tensor, functional
 from mpipar.errors import ConfigError, explain
 from mpipar.nn import init
-from mpipar.nn.linear import join
+from mpipar.nn.linear import check_full, check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
 from mpipar.parallel.communicator import Communicator
@@ -71,6 +71,7 @@ class ColumnParallelLinear(Module):
         Raises ConfigError if `out_features` or one of its parts does not divide over the ranks.
         """
         _refuse_overlap(overlap)
+        _check_numbers(in_features, out_features, std)
         for size in parts or (out_features,):
             require_divisible("out_features", size, comm.size, "parts" if parts else "")
         self.in_features, self.out_features, self.comm = in_features, out_features, comm
@@ -91,6 +92,9 @@ class ColumnParallelLinear(Module):
 
         The values are copied, in the weight's dtype; `settings` are those of the constructor.
         """
+        check_full("weight", weight, 2)
+        if bias is not None:
+            check_full("bias", bias, 1)
         out_features, in_features = weight.shape
         settings = {"dtype": weight.dtype, **settings, "full": (weight, bias)}
         return cls(in_features, out_features, comm, bias is not None, **settings)
@@ -144,6 +148,7 @@ class RowParallelLinear(Module):
         for parts of an input that is not parallel.
         """
         _refuse_overlap(overlap)
+        _check_numbers(in_features, out_features, std)
         if parts and not input_is_parallel:
             rule = "an input with parts must be one that is already cut"
             raise ConfigError(explain("parts", tuple(parts), rule, "Pass input_is_parallel=True"))
@@ -165,6 +170,9 @@ class RowParallelLinear(Module):
 
         The values are copied, in the weight's dtype; `settings` are those of the constructor.
         """
+        check_full("weight", weight, 2)
+        if bias is not None:
+            check_full("bias", bias, 1)
         out_features, in_features = weight.shape
         settings = {"dtype": weight.dtype, **settings, "full": (weight, bias)}
         return cls(in_features, out_features, comm, bias is not None, **settings)
@@ -222,7 +230,8 @@ def require_divisible(parameter: str, size: int, degree: int, joined: str = "") 
 
     The message names the nearest sizes and the nearest degrees that work.
     """
-    if size > 0 and size % degree == 0:
+    check_size(parameter, size)
+    if size % degree == 0:
         return
     below = size // degree * degree
     sizes = " or ".join(str(s) for s in (below, below + degree) if s > 0)
@@ -239,6 +248,14 @@ def require_divisible(parameter: str, size: int, degree: int, joined: str = "") 
             f"Nearest sizes: {sizes}; nearest degrees for this size: {degrees}",
         )
     )
+
+
+def _check_numbers(in_features: int, out_features: int, std: float | None) -> None:
+    """Raise ConfigError for sizes or a standard deviation that no layer has."""
+    check_size("in_features", in_features)
+    check_size("out_features", out_features)
+    if std is not None:
+        check_scale("std", std)
 
 
 def _refuse_overlap(overlap: bool) -> None:

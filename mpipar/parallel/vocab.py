@@ -19,12 +19,14 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.arrays import dtype as as_dtype
 from mpipar.autograd import Function, functional
+from mpipar.autograd.record import array
+from mpipar.autograd.tensor import check_float
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import embedding as rows_of
 from mpipar.kernels.blocks import row_blocks, row_max, row_sums, widen
 from mpipar.nn import init
 from mpipar.nn.embedding import check_ids
-from mpipar.nn.linear import check_size, join
+from mpipar.nn.linear import check_full, check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
 from mpipar.parallel.communicator import Communicator
@@ -59,6 +61,7 @@ class VocabParallelEmbedding(Module):
         """
         check_size("num", num)
         check_size("dim", dim)
+        check_scale("std", std)
         self.num, self.dim, self.comm = num, dim, comm
         spec = Spec.replicated(join(name, "weight"), (num, dim)).shard(
             AXIS, 0, comm.rank, comm.size
@@ -79,6 +82,7 @@ class VocabParallelEmbedding(Module):
 
         The dtype is the weight's; `settings` are those of the constructor.
         """
+        check_full("weight", weight, 2)
         settings = {"dtype": weight.dtype, **settings, "full": weight}
         num, dim = weight.shape
         return cls(num, dim, comm, **settings)
@@ -134,8 +138,11 @@ def vocab_parallel_cross_entropy(
     "mean" (over the targets that count) as in PyTorch.  16-bit logits are computed in float32.
 
     Raises, on every rank, ConfigError for a target outside the vocabulary, an unknown reduction or
-    a label_smoothing outside 0..1, and BufferMismatchError for targets of another shape.
+    a label_smoothing outside 0..1, BufferMismatchError for targets of another shape, and
+    DtypeMismatchError for logits that are integers.
     """
+    targets = array(targets)
+    check_float("vocab_parallel_cross_entropy", array(logits))
     if reduction not in REDUCTIONS:
         rule = f"it must be one of {', '.join(REDUCTIONS)}"
         raise ConfigError(explain("reduction", reduction, rule, "Choose one of them"))

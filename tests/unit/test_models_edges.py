@@ -106,3 +106,20 @@ def test_empty_and_missing_dimensions_are_refused(call) -> None:
 
 def test_an_empty_batch_has_an_empty_softmax() -> None:
     assert F.softmax(np.ones((0, 3))).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: mp.nn.Linear("2", 2), "in_features"),
+        (lambda: mp.nn.Linear(2, 2.0), "out_features"),
+        (lambda: mp.nn.Linear(2, 2, std=float("nan")), "std"),
+        (lambda: mp.nn.Embedding(2, 2, std=-1.0), "std"),
+        (lambda: mp.nn.LayerNorm(2, eps=-1.0), "eps"),
+        (lambda: mp.nn.RMSNorm(2, eps=float("inf")), "eps"),
+        (lambda: ModelConfig(layers=1.5), "layers"),
+    ],
+)
+def test_sizes_and_scales_of_layers(make, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        make()
