@@ -36,7 +36,7 @@ class Collectives:
     """Bytes of the whole vector, multiples of 4."""
     algorithms: tuple[str, ...] = ()
     """Algorithms to time; all if none is named.  "window": all_reduce in node-shared memory."""
-    peer: Literal["torch"] | None = None
+    peer: Annotated[Literal["torch"] | None, arg(metavar="torch")] = None
     """Time torch's gloo all_reduce too, where torch is installed."""
     json: Annotated[Path | None, arg(metavar="PATH")] = None
     """Write {"machine": ..., "rows": [...]} here."""

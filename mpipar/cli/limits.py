@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mpipar.errors import ConfigError, explain
 from mpipar.schedule import CommSchedule
 
-CHUNKS = 1 << 20  # ranks x segments of a schedule
+CHUNKS = 1 << 17  # ranks x segments of a schedule
 DRAWN = 100_000  # operations of a picture of rounds, or actions of one of a pipeline
 SIMULATED = 500_000  # actions of a simulated pipeline
 PROVEN = 1_000_000_000  # sum of the squares of the rank counts: about an hour of one core

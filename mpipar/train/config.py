@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from mpipar.errors import ConfigError, explain
 from mpipar.models.config import ModelConfig, default_hidden
 from mpipar.train import memory, outputs
 
+Count = Annotated[int | None, arg(metavar="INT")]
+Number = Annotated[float | None, arg(metavar="FLOAT")]
+File = Annotated[str | None, arg(metavar="PATH")]
 Rule = tuple[str, bool, str, str]  # parameter, whether its value is good, the rule, the fix
 
 COUNTS = (
@@ -29,7 +34,7 @@ COUNTS = (
 class TrainConfig:
     """Train a language model over a mesh of data-parallel times tensor-parallel MPI ranks."""
 
-    dp: int | None = None
+    dp: Count = None
     """Data-parallel ranks; what is left of all ranks if not given."""
     tp: int = 1
     """Tensor-parallel ranks: each layer's matrices are cut over them."""
@@ -42,9 +47,9 @@ class TrainConfig:
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads."""
-    kv_heads: int | None = None
+    kv_heads: Count = None
     """Heads of keys and values (llama only); as many as heads if not given."""
-    hidden: int | None = None
+    hidden: Count = None
     """Width of the feed-forward layer; 4 x dim (gpt2) or 8/3 x dim (llama) if not given."""
     vocab: int = 256
     """Different tokens; text is read as bytes and needs 256."""
@@ -55,7 +60,7 @@ class TrainConfig:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the parameters. A CPU only stores bfloat16 and computes in float32."""
 
-    data: str | None = None
+    data: File = None
     """A text file, a folder of them, or a .bin (uint16) or .npy token file; Python's own
     standard library if not given."""
     batch: int = 8
@@ -69,9 +74,9 @@ class TrainConfig:
 
     lr: float = 3e-3
     """Highest learning rate."""
-    min_lr: float | None = None
+    min_lr: Number = None
     """Learning rate at the end of the cosine; a tenth of lr if not given."""
-    warmup: int | None = None
+    warmup: Count = None
     """Steps of linear warm-up; a tenth of the steps if not given."""
     weight_decay: float = 0.1
     """Of AdamW, on matrices only."""
@@ -84,10 +89,10 @@ class TrainConfig:
     """Batches of held-out data that the validation loss is measured on."""
     sample: int = 160
     """Tokens of text to generate at the end."""
-    log: str | None = None
+    log: File = None
     """File for lines of JSON: step, loss, lr, grad_norm, tokens_per_s, mfu, comm_s for each step;
     step, val_loss for each measurement on held-out data."""
-    plot: str | None = None
+    plot: File = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 
     reproducible: bool = False

@@ -52,10 +52,15 @@ def test_an_unknown_command(capsys: Captured) -> None:
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+HELP = [*COMMANDS, "schedule show", "schedule verify", "schedule simulate", "bench collectives"]
+
+
+@pytest.mark.parametrize("command", HELP)
 def test_help_of_commands(command: str, capsys: Captured) -> None:
-    assert main([command, "--help"]) == 0
-    assert f"mpipar {command}" in capsys.readouterr().out
+    assert main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"mpipar {command}" in out
+    assert "{None}" not in out
 
 
 def test_an_unknown_flag(capsys: Captured) -> None:
@@ -81,15 +86,15 @@ MISTAKES = {
     "simulate broadcast/scatter_all_gather -p 100000": ["p=100000", "operations"],
     "simulate all_reduce -p 0": ["p=0", "at least one rank"],
     "simulate all_reduce --segments 0": ["k=0"],
-    "simulate all_reduce -p 10000000000": ["p=10000000000", "at most 1,048,576"],
+    "simulate all_reduce -p 10000000000": ["p=10000000000", "at most 131,072"],
     "simulate all_reduce --bytes .": ["bytes='.'"],
     "simulate all_reduce --bytes 1e400": ["bytes='1e400'"],
     "simulate all_reduce --alpha inf": ["alpha=inf", "finite"],
     "show all_reduce -p 100000": ["p=100000", "more than the 100,000 operations"],
-    "show all_reduce/ring --segments 1000000": ["segments=1000000", "at most 1,048,576"],
+    "show all_reduce/ring --segments 1000000": ["segments=1000000", "at most 131,072"],
     "show all_reduce/ring --width -5": ["width=-5", "20 to"],
     "draw all_reduce/ring --width 0": ["width=0"],
-    "verify all -p 1..99999999999": ["ranks='1..99999999999'", "above 1,048,576"],
+    "verify all -p 1..99999999999": ["ranks='1..99999999999'", "above 131,072"],
     "verify all -p 100000": ["ranks=100000", "squares"],
     "verify all --jobs 0": ["jobs=0", "1 to 256"],
     "verify all --jobs -3": ["jobs=-3"],
@@ -172,6 +177,15 @@ def test_verify(capsys: Captured) -> None:
         for algorithm in of:
             assert re.search(rf"{collective}/{algorithm} +[\d,]+ +[\d,]+ +[\d.]+\n", out)
     assert "6 rank counts up to 8: all proven" in out
+
+
+def test_one_is_no_plural(capsys: Captured) -> None:
+    assert schedule("verify all_reduce/ring -p 1") == 0
+    assert schedule("simulate all_reduce/ring -p 1") == 0
+    assert schedule("simulate 1f1b -p 1 -m 1") == 0
+    out = capsys.readouterr().out
+    for words in ("1 rank count up to 1", "on 1 rank, 1 node", "1 rank, 1 micro-batch;"):
+        assert words in out
 
 
 def test_verify_in_several_processes(capsys: Captured) -> None:

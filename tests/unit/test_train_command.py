@@ -84,7 +84,9 @@ def test_a_mesh_that_does_not_fit_is_one_line() -> None:
 
 def test_a_loss_that_is_not_finite_is_one_line() -> None:
     flags = ["--steps", "5", "--lr", "1e30", "--clip", "0", "--warmup", "0"]
-    assert_one_line(train(2, *flags), ["not finite in step", "--lr"])
+    result = train(2, *flags)
+    assert_one_line(result, ["not finite in step", "--lr"])
+    assert "--dtype float32" not in result.stderr
 
 
 SEVERAL = """
