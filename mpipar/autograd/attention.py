@@ -5,6 +5,7 @@ from typing import Any
 
 from mpipar.arrays import Array
 from mpipar.autograd.record import array, record, record_many
+from mpipar.autograd.tensor import check_float
 from mpipar.kernels import attention as kernel
 
 
@@ -29,6 +30,7 @@ def attention(
     shapes do not belong together.
     """
     qs, ks, vs = array(q), array(k), array(v)
+    check_float("attention", qs, ks, vs)
     kernel.check(qs, ks, vs)
     if scale is None:
         scale = 1 / math.sqrt(qs.shape[3])

@@ -18,7 +18,7 @@ import numpy as np
 from mpipar import arrays
 from mpipar.arrays import Array, compute_dtype, is_sixteen_bit
 from mpipar.autograd.record import array, record, record_pair, value, wrap
-from mpipar.autograd.tensor import Tensor, is_float, refuse_complex
+from mpipar.autograd.tensor import Tensor, check_real, is_float
 from mpipar.errors import BufferMismatchError, DtypeMismatchError, explain
 
 Operand = Any  # a Tensor, an array, or a number
@@ -60,7 +60,7 @@ def binary(
             else x.dtype is out.dtype
         )
     ):  # most operations meet equal shapes and dtypes and skip this
-        refuse_complex(name, out)
+        check_real(name, out)
         out = _keep_sixteen(out, x, y)
         vjp_a, vjp_b = _fit(vjp_a, x, out), _fit(vjp_b, y, out)
     return record_pair(out, a, vjp_a, b, vjp_b)
@@ -195,7 +195,7 @@ def where(condition: Any, a: Operand, b: Operand) -> Tensor:
         shapes = (c.shape, np.shape(x), np.shape(y))
         rule, fix = "they must broadcast together", "Make dimensions, from the last, equal or 1"
         raise BufferMismatchError(explain("where of shapes", shapes, rule, fix)) from error
-    refuse_complex("where", out)
+    check_real("where", out)
     return record_pair(
         out,
         a, _fit(lambda g: np.where(c, g, g.dtype.type(0)), x, out),
@@ -211,6 +211,9 @@ def clip(a: Operand, low: Any = None, high: Any = None) -> Tensor:
     """
     x = array(a)
     bounds = [None if bound is None else value(bound) for bound in (low, high)]
+    for bound in bounds:
+        if hasattr(bound, "dtype"):
+            check_real("clip", bound)
     if is_float(x.dtype) and any(hasattr(bound, "dtype") for bound in bounds):
         return _clip_by_arrays(a, low, high)
     low, high = bounds
@@ -300,9 +303,7 @@ def astype(a: Operand, dtype: Any) -> Tensor:
         rule = "it must be a dtype, or the name of one"
         fix = 'Pass "float32", "float64", "bfloat16", "float16", "int64" or a NumPy dtype'
         raise DtypeMismatchError(explain("dtype", dtype, rule, fix)) from error
-    if target.kind == "c":
-        rule = "complex numbers have no place in this autograd"
-        raise DtypeMismatchError(explain("dtype", target.name, rule, "Choose a real dtype"))
+    check_real("astype", np.empty(0, target))
     out = x.astype(target, copy=False)
     if not is_float(target):
         return wrap(out)

@@ -1,12 +1,13 @@
 """The operations of a transformer whose arithmetic lives in kernels/: forward and vjp call it."""
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd.record import array, record, wanted
-from mpipar.autograd.reductions import dims_of
+from mpipar.autograd.reductions import one_dim
 from mpipar.autograd.tensor import Tensor, check_float
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import dropout as dropout_kernel
@@ -35,7 +36,7 @@ def log_softmax(x: Any, dim: int = -1) -> Tensor:
 def _softmax(x: Any, dim: int, log: bool) -> Tensor:
     data = array(x)
     check_float("log_softmax" if log else "softmax", data)
-    (dim,) = dims_of(dim, data.ndim)
+    dim = one_dim(dim, data.ndim)
     if not data.shape[dim]:
         rule = f"there must be an element along dim {dim}"
         raise BufferMismatchError(explain("shape", data.shape, rule, "Leave empty tensors out"))
@@ -172,9 +173,7 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
     drops what the whole array would (broadcast to x's shape); None: row-major 0, 1, 2, ...
     Srivastava et al. (2014).  Raises ConfigError unless 0 <= p < 1.
     """
-    if not 0 <= p < 1:
-        rule = "the probability of dropping must be at least 0 and below 1"
-        raise ConfigError(explain("p", p, rule, "Choose such a number"))
+    check_probability(p)
     data = array(x)
     check_float("dropout", data)
     if p == 0:
@@ -182,7 +181,14 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
     kept = dropout_kernel.keep(data.shape, p, key, index)
 
     def scaled(a: Array) -> Array:
-        out = np.multiply(a, kept)
+        out = module_of(a).asarray(np.multiply(a, kept))  # an array for 0 dimensions too
         return np.multiply(out, module_of(a).asarray(1 / (1 - p), out.dtype), out=out)
 
     return record(scaled(data), (x,), scaled)
+
+
+def check_probability(p: Any) -> None:
+    """Raise ConfigError unless p is a probability of dropping: a number with 0 <= p < 1."""
+    if not isinstance(p, Real) or not 0 <= float(p) < 1:
+        rule = "the probability of dropping must be at least 0 and below 1"
+        raise ConfigError(explain("p", p, rule, "Choose such a number"))

@@ -12,7 +12,7 @@ from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.engine import home_of
 from mpipar.autograd.record import array, record, record_pair
-from mpipar.autograd.tensor import Tensor, source_of
+from mpipar.autograd.tensor import Tensor, check_real, source_of
 from mpipar.errors import BufferMismatchError, explain
 
 ROWS = 256  # of a weight's gradient, added at a time
@@ -45,7 +45,9 @@ def matmul(a: Any, b: Any) -> Tensor:
     x, y = array(a), array(b)
     try:
         out = _product(x, y)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
+        check_real("matmul", x)
+        check_real("matmul", y)
         raise BufferMismatchError(
             explain("matmul of shapes", (x.shape, y.shape),
                     "the last size of the left must be the second last of the right, and the "

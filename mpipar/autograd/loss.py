@@ -1,12 +1,13 @@
 """Losses: cross-entropy (softmax and negative log-likelihood as one operation), squared error."""
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.record import array, record, record_pair, wanted
-from mpipar.autograd.tensor import Tensor, check_float
+from mpipar.autograd.tensor import Tensor, check_float, check_real
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels import cross_entropy as kernel
 
@@ -65,6 +66,8 @@ def mse_loss(input: Any, target: Any, reduction: str = "mean") -> Tensor:
             explain("mse_loss of shapes", (x.shape, y.shape), "they must be equal",
                     "Reshape the target: broadcast, each error would count several times")
         )  # fmt: skip
+    check_real("mse_loss", x)
+    check_real("mse_loss", y)
     away = x.astype(compute_dtype(x.dtype), copy=False) - y.astype(compute_dtype(y.dtype))
     out = away * away
     count = out.size if reduction == "mean" else 1
@@ -90,7 +93,7 @@ def _check_reduction(reduction: str) -> None:
 def _check(x: Array, t: Array, reduction: str, smoothing: float) -> None:
     """Raise if the arguments of cross_entropy cannot work."""
     _check_reduction(reduction)
-    if not 0 <= smoothing <= 1:
+    if not isinstance(smoothing, Real) or not 0 <= smoothing <= 1:
         rule = "it must be between 0 and 1"
         raise ConfigError(explain("label_smoothing", smoothing, rule, "Choose such a number"))
     if not x.ndim or x.shape[:-1] != t.shape or t.dtype.kind not in "iu":

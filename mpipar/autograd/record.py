@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
 from mpipar.autograd.tape import Node, Port, Source, Vjp, numbers, state
-from mpipar.autograd.tensor import Tensor, is_float, refuse_complex, source_of
+from mpipar.autograd.tensor import Tensor, check_real, is_float, source_of
 
 _new = object.__new__
 
@@ -58,7 +58,7 @@ def wrap(data: Any, node: Any = None) -> Tensor:
 def _recorded(data: Any, sources: tuple[Source, ...], vjp: Any) -> Tensor:
     """Return the Tensor of a new node: `wrap(data, Node(sources, vjp))` in one call, for speed."""
     if data.dtype.kind == "c":
-        refuse_complex("result", data)
+        check_real("result", data)
     node: Node = _new(Node)
     node.inputs = sources
     node.vjp = vjp

@@ -37,6 +37,12 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
     return dims
 
 
+def one_dim(dim: Any, ndim: int) -> int:
+    """Return a single dimension, not negative; raises BufferMismatchError as dims_of does."""
+    (place,) = dims_of(int(dim) if is_int(dim) else str(dim), ndim)
+    return place
+
+
 def is_int(x: Any) -> bool:
     """Say whether x is an integer of Python or NumPy."""
     return isinstance(x, int | np.integer)
@@ -113,7 +119,7 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Array:
     """
     data = array(x)
     if dim is not None:
-        (dim,) = dims_of(dim, data.ndim)
+        dim = one_dim(dim, data.ndim)
     _check_filled(data, dims_of(dim, data.ndim))
     return module_of(data).asarray(data.argmax(dim, keepdims=keepdim))
 

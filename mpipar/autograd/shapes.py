@@ -14,7 +14,7 @@ import numpy as np
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.record import array, record, record_many
-from mpipar.autograd.reductions import dims_of, is_int
+from mpipar.autograd.reductions import dims_of, is_int, one_dim
 from mpipar.autograd.tensor import Tensor
 from mpipar.errors import BufferMismatchError, explain
 
@@ -45,7 +45,7 @@ def _sizes(shape: Any) -> tuple[Any, ...]:
 def unsqueeze(x: Any, dim: int) -> Tensor:
     """Return x with a new dimension of size 1 at place `dim` of the result."""
     shape = list(array(x).shape)
-    (place,) = dims_of(dim, len(shape) + 1)
+    place = one_dim(dim, len(shape) + 1)
     return reshape(x, (*shape[:place], 1, *shape[place:]))
 
 
@@ -76,7 +76,7 @@ def transpose(x: Any, dim0: int = -2, dim1: int = -1) -> Tensor:
     order = list(range(data.ndim))
     try:
         order[dim0], order[dim1] = order[dim1], order[dim0]
-    except IndexError as error:
+    except (IndexError, TypeError) as error:
         raise BufferMismatchError(
             explain("dims", (dim0, dim1), f"they must be dimensions of shape {data.shape}",
                     f"Choose from {-data.ndim} to {data.ndim - 1}")
@@ -178,7 +178,7 @@ def split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...
     Raises BufferMismatchError if sizes are negative or do not add up to that of x.
     """
     data = array(x)
-    (dim,) = dims_of(dim, data.ndim)
+    dim = one_dim(dim, data.ndim)
     total = data.shape[dim]
     if is_int(sizes):
         step = int(cast(int, sizes))
@@ -186,7 +186,7 @@ def split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...
             rule = "blocks must have at least 1 element"
             raise BufferMismatchError(explain("sizes", step, rule, "Pass a larger number"))
         sizes = [min(step, total - start) for start in range(0, total, step)] or [0]
-    sizes = list(cast(Sequence[int], sizes))
+    sizes = list(_sizes(sizes))
     if not all(is_int(size) and size >= 0 for size in sizes) or sum(sizes) != total:
         raise BufferMismatchError(
             explain("sizes", sizes, f"they must add up to {total}, dim {dim} of {data.shape}",

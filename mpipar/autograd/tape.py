@@ -172,6 +172,10 @@ class no_grad(contextlib.ContextDecorator):
         """Prepare; nothing is switched yet."""
         self._before: list[bool] = []
 
+    def _recreate_cm(self) -> "no_grad":
+        """Return what a call of a decorated function enters: one of its own, for its thread."""
+        return no_grad()
+
     def __enter__(self) -> "no_grad":
         """Switch recording off."""
         self._before.append(state.enabled)

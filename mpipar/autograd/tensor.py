@@ -28,7 +28,7 @@ class Tensor(Declared):
     changed in place between forward and backward gives gradients of the changed values.
 
     Raises DtypeMismatchError if a gradient is wanted for numbers that are not floating-point, and
-    for complex numbers.
+    for what is no real number.
     """
 
     __slots__ = ("__weakref__", "data", "grad", "hooks", "node", "wants")
@@ -47,7 +47,7 @@ class Tensor(Declared):
             data = data.data
         elif not isinstance(data, np.ndarray) and not is_device(data):
             data = np.asarray(data)
-        refuse_complex("Tensor", data)
+        check_real("Tensor", data)
         self.data = data
         self.grad = None
         self.hooks = None
@@ -204,13 +204,12 @@ def check_float(name: str, *operands: Array) -> None:
             )
 
 
-def refuse_complex(name: str, data: Any) -> None:
-    """Raise DtypeMismatchError for complex numbers: no vjp here conjugates."""
-    if data.dtype.kind == "c":
-        rule = "numbers must be real: gradients of complex ones are not defined here"
-        raise DtypeMismatchError(
-            explain(f"{name}: dtype", data.dtype.name, rule, "Use the real and imaginary part")
-        )
+def check_real(name: str, data: Any) -> None:
+    """Raise DtypeMismatchError for what is no real number; of complex ones no vjp conjugates."""
+    if data.dtype.kind in "cOSUMm":
+        fix = "Use the real and imaginary part" if data.dtype.kind == "c" else "Convert it"
+        rule = "it must hold real numbers"
+        raise DtypeMismatchError(explain(f"{name}: dtype", data.dtype.name, rule, fix))
 
 
 def backward(*losses: Tensor, grads: Sequence[Any] | None = None) -> None:
@@ -253,7 +252,7 @@ def _seed(loss: Tensor, grad: Any) -> Array:
             explain("grad.shape", grad.shape, f"it must be the shape of the tensor, {data.shape}",
                     "Pass a gradient of this shape")
         )  # fmt: skip
-    refuse_complex("grad", grad)
+    check_real("grad", grad)
     return grad.astype(data.dtype, copy=False)
 
 

@@ -1,6 +1,7 @@
 """The numbers that define a model, checked when they are stated."""
 
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class ModelConfig:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         self._check_heads()
-        if not 0.0 <= self.dropout < 1.0:
+        if not isinstance(self.dropout, Real) or not 0.0 <= self.dropout < 1.0:
             rule = "it must be at least 0 and below 1"
             raise ConfigError(explain("dropout", self.dropout, rule, "Choose such a number"))
 

@@ -11,7 +11,8 @@ import numpy as np
 from mpipar import rng
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
-from mpipar.errors import BufferMismatchError, ConfigError, explain
+from mpipar.autograd.fused import check_probability
+from mpipar.errors import BufferMismatchError, explain
 from mpipar.nn import init
 from mpipar.nn.module import Module
 
@@ -36,10 +37,7 @@ class Dropout(Module):
 
     def __init__(self, p: float = 0.5, *, seed: int | None = None, name: str = "") -> None:
         """Raise ConfigError unless 0 <= p < 1."""
-        if not 0.0 <= p < 1.0:
-            raise ConfigError(
-                explain("p", p, "it must be at least 0 and below 1", "Choose such a p")
-            )
+        check_probability(p)
         self.p = p
         self.seed = init.seed_of(seed, name, "dropout")
         self.name = name

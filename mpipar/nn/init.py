@@ -11,7 +11,10 @@ from itertools import count
 import numpy as np
 
 from mpipar import rng
+from mpipar.arrays import DTYPES
 from mpipar.arrays import dtype as as_dtype
+from mpipar.autograd.tensor import is_float
+from mpipar.errors import ConfigError, explain
 from mpipar.nn.spec import Spec
 
 BLOCK = 1 << 16  # elements drawn at a time: the float64 temporaries stay in cache
@@ -28,8 +31,22 @@ def seed_of(seed: int | None, name: str, kind: str = "weights") -> int:
     shall not depend on the layout.
     """
     if seed is not None:
-        return seed
+        if not isinstance(seed, int | np.integer):
+            raise ConfigError(explain("seed", seed, "it must be an integer", "Pass one, or None"))
+        return int(seed)
     return 0 if name else rng.key(0, "unnamed", kind, next(_unnamed[kind]))
+
+
+def float_dtype(dtype: object) -> np.dtype:
+    """Return the dtype of a parameter; raises ConfigError for what is no floating-point dtype."""
+    try:
+        found = as_dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not is_float(found):
+        rule = "a parameter must be floating-point"
+        raise ConfigError(explain("dtype", dtype, rule, f"Choose from {', '.join(DTYPES)}"))
+    return found
 
 
 def draw(
@@ -46,7 +63,7 @@ def draw(
     """
     assert (std is None) != (bound is None), "either std or bound"
     key = rng.key(seed, spec.name)
-    out = np.empty(spec.local_shape, as_dtype(dtype))
+    out = np.empty(spec.local_shape, float_dtype(dtype))
     step = max(1, BLOCK * len(out) // max(out.size, 1))
     for start in range(0, len(out), step):
         rows = slice(start, start + step)

@@ -8,9 +8,9 @@ Both over the last dimension, starting as weight 1 and bias 0.
 
 import numpy as np
 
-from mpipar.arrays import dtype as as_dtype
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
+from mpipar.nn.init import float_dtype
 from mpipar.nn.linear import check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
@@ -60,4 +60,4 @@ class RMSNorm(Module):
 
 
 def _vector(value: float, dim: int, name: str, dtype: str) -> Parameter:
-    return Parameter(np.full(dim, value, as_dtype(dtype)), Spec.replicated(name, (dim,)))
+    return Parameter(np.full(dim, value, float_dtype(dtype)), Spec.replicated(name, (dim,)))

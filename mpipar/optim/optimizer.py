@@ -86,7 +86,7 @@ class Optimizer:
         Raises ConfigError for a setting of a group out of range, and BufferMismatchError for a
         gradient of another shape than its parameter; then nothing was updated.
         """
-        self._check_step()
+        self._check_step(grad_scale)
         for group in self.param_groups:
             for param in group["params"]:
                 grad = param.grad
@@ -102,8 +102,11 @@ class Optimizer:
                 if solid is not param.data:
                     param.data[...] = solid
 
-    def _check_step(self) -> None:
+    def _check_step(self, grad_scale: float) -> None:
         """Raise if a setting that was changed, or a gradient, cannot be right."""
+        if not isinstance(grad_scale, Real):
+            rule = "it must be a number"
+            raise ConfigError(explain("grad_scale", grad_scale, rule, "Pass 1.0 for no scaling"))
         for number, group in enumerate(self.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             check_settings(settings, f"param_groups[{number}]")

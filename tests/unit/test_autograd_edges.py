@@ -66,6 +66,12 @@ def test_integers_and_complex_numbers_want_no_gradient() -> None:
         (lambda x: x.split([4, -1]), "none negative"),
         (lambda x: x.split(0), "at least 1"),
         (lambda x: x.split(1, dim=5), "dim=5"),
+        (lambda x: x.split(None), "sizes"),
+        (lambda x: F.softmax(x, (0, 0)), "dim"),
+        (lambda x: x @ "a", "real numbers"),
+        (lambda x: x.clip("a"), "real numbers"),
+        (lambda x: mp.Tensor(None), "real numbers"),
+        (lambda x: x.transpose("a", 0), "dims"),
         (lambda x: x.reshape("a"), "shape"),
         (lambda x: x.permute("a"), "dims"),
         (lambda x: x.sum(1.5), "dim=1.5"),
@@ -110,6 +116,31 @@ def test_threads_build_graphs_of_their_own() -> None:
             thread.join()
         assert not mp.is_grad_enabled()
     assert found == [(False, True)] * 600
+
+
+def test_a_decorated_function_may_run_in_two_threads_at_once() -> None:
+    inside, leave = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    @mp.no_grad()
+    def wait(first: bool) -> None:
+        if first:
+            inside.set()
+            leave.wait(10)
+
+    def work() -> None:
+        wait(True)
+        seen.append(mp.is_grad_enabled())
+
+    thread = threading.Thread(target=work)
+    with mp.no_grad():
+        thread.start()
+        inside.wait(10)
+        wait(False)
+        leave.set()
+        thread.join()
+        assert not mp.is_grad_enabled()
+    assert seen == [True]
 
 
 def test_a_thread_has_its_own_position() -> None:

@@ -117,6 +117,10 @@ def test_an_empty_batch_has_an_empty_softmax() -> None:
         (lambda: mp.nn.Embedding(2, 2, std=-1.0), "std"),
         (lambda: mp.nn.LayerNorm(2, eps=-1.0), "eps"),
         (lambda: mp.nn.RMSNorm(2, eps=float("inf")), "eps"),
+        (lambda: mp.nn.Linear(2, 2, seed="one"), "seed"),
+        (lambda: mp.nn.Linear(2, 2, dtype="wide"), "dtype"),
+        (lambda: mp.nn.RMSNorm(2, dtype="int32"), "dtype"),
+        (lambda: mp.nn.Dropout("half"), "p="),
         (lambda: ModelConfig(layers=1.5), "layers"),
     ],
 )
