@@ -47,27 +47,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("mpipar: interrupted", file=sys.stderr)
         return 130
-    except (MpiparError, OSError, MemoryError) as error:
+    except MemoryError as error:
+        return _fail(f"the memory is full ({error})", abort=True)
+    except (MpiparError, OSError) as error:
         if _many_ranks():
             raise
         if isinstance(error, OSError):  # standard output may be what could not be written
             outputs.silence_stdout()
-        text = f"the memory is full ({error})" if isinstance(error, MemoryError) else error
+        return _fail(str(error))
+
+
+def _fail(text: str, abort: bool = False) -> int:
+    """Print an error and return its exit code; with `abort`, end a job of several ranks."""
+    if not (abort and _many_ranks()):
         print(f"mpipar: error: {text}", file=sys.stderr)
         return 2
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    print(f"mpipar: error: rank {rank}: {text}", file=sys.stderr, flush=True)
+    time.sleep(HEAD_START)
+    MPI.COMM_WORLD.Abort(2)
+    return 2
 
 
 def _main(arguments: list[str]) -> int:
     unsaid = io.StringIO()  # what a rank other than the first would have printed
     try:
         with _first_rank_speaks(unsaid):
-            command = _command(arguments)
-            if isinstance(command, int):
-                return _leave(command, arguments, unsaid)
-            module = import_module(f"mpipar.cli.{command}")
-            config = _read(module.Config, arguments[1:], command)
+            command: str | int = _command(arguments)
+            if isinstance(command, str):
+                module = import_module(f"mpipar.cli.{command}")
+                config = _read(module.Config, arguments[1:], command)
     except SystemExit as end:  # tyro has printed help or what is wrong
-        return _leave(end.code if isinstance(end.code, int) else 2, arguments, unsaid)
+        command = end.code if isinstance(end.code, int) else 2
+    if isinstance(command, int):
+        return _leave(command, arguments, unsaid)
     if isinstance(config, module.ALONE) and not launch.first_of_job():
         return 0  # the first process of the job does it
     return module.run(config)
@@ -88,12 +103,8 @@ def _leave(code: int, arguments: list[str], unsaid: io.StringIO) -> int:
     limit = time.monotonic() + PATIENCE
     while not left.Test():
         if time.monotonic() > limit:
-            rank = MPI.COMM_WORLD.rank
             said = unsaid.getvalue().rstrip() if code else ""
-            text = said or "it has nothing to run, and the others wait for it"
-            print(f"mpipar: error: rank {rank}: {text}", file=sys.stderr, flush=True)
-            time.sleep(HEAD_START)
-            MPI.COMM_WORLD.Abort(2)
+            return _fail(said or "it has nothing to run, and the others wait for it", abort=True)
         time.sleep(0.01)
     return code
 

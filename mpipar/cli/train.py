@@ -58,12 +58,6 @@ def run(config: Config) -> int:
             raise
         fail(f"rank {world.rank}: {error}", True, lambda: time.sleep(HEAD_START))
         world.Abort(2)
-    except MemoryError as error:
-        text = f"rank {world.rank}: the memory is full ({error}). Pass a smaller --batch or model"
-        if world.size == 1:
-            return fail(text, True, lambda: None)
-        fail(text, True, lambda: time.sleep(HEAD_START))
-        world.Abort(2)
     return 0
 
 

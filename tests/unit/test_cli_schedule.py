@@ -263,6 +263,16 @@ def test_an_error_of_one_of_several_ranks_is_raised(monkeypatch: pytest.MonkeyPa
         main(["schedule", "show", "nothing"])
 
 
+def test_a_full_memory_is_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(config: object) -> int:
+        raise MemoryError("no room for 8 TB")
+
+    monkeypatch.setattr("mpipar.cli.schedule.run", full)
+    assert schedule("show all_reduce/ring") == 2
+    error = "mpipar: error: the memory is full (no room for 8 TB)\n"
+    assert capsys.readouterr().err == error
+
+
 LOADED = """
 import sys
 from mpipar.cli.main import main

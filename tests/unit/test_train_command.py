@@ -222,10 +222,11 @@ def test_a_reader_that_leaves_and_a_full_standard_output() -> None:
     assert (head.returncode, head.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("bad", ["--steps=abc", "--help"])
+@pytest.mark.parametrize("bad", ["train --steps=abc", "train --help", "trian"])
 def test_a_rank_with_nothing_to_run_ends_the_job(bad: str) -> None:
-    mine = [sys.executable, *TRAIN, *TINY]
-    command = [*mpiexec(), "-n", "1", *mine, ":", "-n", "1", *mine, bad]
+    program = [sys.executable, "-m", "mpipar.cli.main"]
+    mine = [*program, "train", *TINY]
+    command = [*mpiexec(), "-n", "1", *mine, ":", "-n", "1", *program, *bad.split()]
     result = run(command, timeout=60)
     assert result.returncode != 0
     assert "mpipar: error: rank 1: " in result.stderr
