@@ -114,7 +114,13 @@ def choose(collective: str, nbytes: int, ranks: int, nodes: Nodes, table: Table)
     return "tree" if small else "linear"
 
 
-def segments(chunk_bytes: int, segment_bytes: int | None) -> int:
-    """Return how many parts a chunk is cut into, so that adding overlaps with receiving."""
+def segments(chunk_bytes: int, segment_bytes: int | None, crowded: bool) -> int:
+    """Return how many parts a chunk is cut into, so that adding overlaps with receiving.
+
+    On a crowded node, with more ranks than cores, nothing overlaps and each part costs a switch
+    between ranks: there a chunk stays whole, unless `segment_bytes` says otherwise.
+    """
+    if segment_bytes is None and crowded:
+        return 1
     target = SEGMENT_BYTES if segment_bytes is None else segment_bytes
     return max(1, min(MOST_SEGMENTS, -(-chunk_bytes // max(1, target))))

@@ -56,7 +56,8 @@ class ProcessGroup:
         wrong = _wrong_option(algorithm, timeout, segment_bytes)
         self.raw = raw.Dup()
         self.raw.Set_errhandler(MPI.ERRORS_RETURN)
-        self.nodes, told = node.discover(self.raw, zlib.crc32(repr((options, wrong)).encode()))
+        note = zlib.crc32(repr((options, wrong)).encode())
+        self.nodes, told, self._crowded = node.discover(self.raw, note)
         if wrong or len(set(told)) > 1:
             self._refuse(wrong or f"options {options}", wrong)
         self.rank, self.size = self.raw.rank, self.raw.size
@@ -252,7 +253,9 @@ class ProcessGroup:
             nodes=self.nodes.sizes if prepared.algorithm == "hierarchical" else None,
         )
         sizes = block_sizes(call, made.blocks)
-        parts = choice.segments(max(sizes, default=0) * call.dtype.itemsize, self.segment_bytes)
+        parts = choice.segments(
+            max(sizes, default=0) * call.dtype.itemsize, self.segment_bytes, self._crowded
+        )
         if parts > 1 and made.reduced:
             made = schedules.segment(made, parts)
         layout = layout_of(made, self.rank, sizes)

@@ -46,13 +46,18 @@ def arrange(keys: list[int], rank: int) -> Nodes:
     return Nodes(node_of, sizes, node_of[:rank].count(mine), node_of.count(mine))
 
 
-def discover(comm: MPI.Comm, told: int) -> tuple[Nodes, list[int]]:
-    """Find the node layout of `comm`, and what each rank tells the others; collective."""
+def discover(comm: MPI.Comm, told: int) -> tuple[Nodes, list[int], bool]:
+    """Find the node layout of `comm`, what each rank tells, and whether any node is crowded.
+
+    Collective.  A node is crowded if the launcher put more ranks there than it has cores.
+    """
     pretended = _pretended()
-    mine = np.array([_host_key() if pretended is None else pretended, told], np.int64)
-    everyone = np.empty((comm.size, 2), np.int64)
-    comm.Allgather([mine, 2, MPI.INT64_T], [everyone, 2, MPI.INT64_T])
-    return arrange(everyone[:, 0].tolist(), comm.rank), everyone[:, 1].tolist()
+    key = _host_key() if pretended is None else pretended
+    mine = np.array([key, told, (_launched() or 0) > cores()], np.int64)
+    everyone = np.empty((comm.size, mine.size), np.int64)
+    comm.Allgather([mine, mine.size, MPI.INT64_T], [everyone, mine.size, MPI.INT64_T])
+    keys, notes, crowded = everyone.T
+    return arrange(keys.tolist(), comm.rank), notes.tolist(), bool(crowded.any())
 
 
 def share(comm: MPI.Intracomm) -> tuple[MPI.Intracomm, Nodes]:
@@ -105,10 +110,15 @@ def cores() -> int:
 
 def local_ranks(nodes: Nodes) -> int:
     """Return how many ranks of the job share this node: the launcher's word, else the group's."""
+    return _launched() or nodes.local_size
+
+
+def _launched() -> int | None:
+    """Return the ranks that the launcher put on this node, or None if it does not say."""
     for variable in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"):
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
-    return nodes.local_size
+    return None
 
 
 _threads: int | None = None

@@ -24,11 +24,13 @@ Key = tuple[Any, str | None, np.dtype, int]
 class SmallReduce:
     """One prepared all_reduce of a process group."""
 
-    __slots__ = ("_group", "_input", "_output", "_run", "_what")
+    __slots__ = ("_group", "_input", "_last", "_output", "_run", "_what")
 
     def __init__(self, group: "ProcessGroup", prepared: "Prepared", run: Persistent) -> None:
         self._group, self._what = group, prepared.what
-        self._run, self._input, self._output = run.run, run.input, run.output
+        self._input, self._output = run.input, run.output
+        self._last = run.last  # writes the result straight to where the caller wants it
+        self._run = run.run if run.last is None else run.run_to_last
 
     def of(self, persistent: Persistent) -> bool:
         """Say whether this is the short way to `persistent`."""
@@ -47,13 +49,18 @@ class SmallReduce:
         except BaseException as error:
             group.fails(error)
             raise
+        last = self._last
         if out is None:
-            result = self._output.copy()
+            result = self._output.copy() if last is None else last()
             if x.ndim != 1:
                 result = result.reshape(x.shape)
         else:
             result = out
-            (out if out.ndim == 1 else out.reshape(-1))[:] = self._output
+            flat = out if out.ndim == 1 else out.reshape(-1)
+            if last is None:
+                flat[:] = self._output
+            else:
+                last(out=flat)
         group.seconds += time.perf_counter() - begin
         return result
 

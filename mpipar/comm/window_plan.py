@@ -33,7 +33,7 @@ def compile_window(
 ) -> WindowPlan:
     """Compile all_reduce/window of `n` elements for `rank`, on nodes with `sizes` ranks."""
     made = schedules.make("all_reduce", "window", sum(sizes), nodes=sizes)
-    parts = choice.segments(-(-n // made.blocks) * itemsize, segment_bytes)
+    parts = choice.segments(-(-n // made.blocks) * itemsize, segment_bytes, False)
     read = {op.chunk for ops in made.rounds(rank) for op in ops if type(op) is Read}
     own = [chunk for chunk in range(made.chunks) if chunk not in read]
     assert own == list(range(own[0], own[-1] + 1))

@@ -217,3 +217,9 @@ def test_tuning_table_round_trip(tmp_path: object) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match="tuning"):
         choice.read_table(path)
+
+
+def test_a_crowded_node_keeps_chunks_whole() -> None:
+    assert choice.segments(1 << 25, None, crowded=False) == 8
+    assert choice.segments(1 << 25, None, crowded=True) == 1
+    assert choice.segments(1 << 25, 1 << 20, crowded=True) == 32
