@@ -8,14 +8,11 @@ Cost on the CPU: for two operands one pass; for more, blocks that stay in the ca
 operand is read from memory once and the result is written once.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from mpipar.arrays import compute_dtype, is_sixteen_bit
-
-Combine = Callable[..., Any]  # a binary NumPy ufunc
 
 COMBINE: dict[str, np.ufunc] = {
     "sum": np.add,

@@ -3,7 +3,6 @@
 CuPy is imported only when an array or a device asks for it, so `import mpipar` stays cheap.
 """
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -66,9 +65,3 @@ def module(device: str) -> ModuleType:
             explain("device", device, "it needs CuPy", 'Install the extra: pip install ".[cuda13]"')
         ) from error
     return cupy
-
-
-def synchronize(x: Any) -> None:
-    """Wait until the stream that writes `x` has finished; nothing to do on the CPU."""
-    if is_device(x) and "cupy" in sys.modules:
-        sys.modules["cupy"].cuda.get_current_stream().synchronize()

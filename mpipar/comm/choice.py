@@ -20,14 +20,6 @@ FEW_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An algorithm and the number of segments of each of its chunks."""
-
-    algorithm: str
-    segments: int = 1
-
-
-@dataclass(frozen=True)
 class Table:
     """Measured choices: for (collective, ranks), pairs of (up to this many bytes, algorithm)."""
 

@@ -181,7 +181,7 @@ class ProcessGroup:
     ) -> Execution | Requests:
         if prepared.plan is None:
             request = library.start(
-                self.raw, call.collective, source, output, prepared.sizes, call.op, call.root
+                self.raw, call.collective, source, output, call.sizes, call.op, call.root
             )
             if prepared.divisor != 1:
                 finish = dividing(output, prepared.divisor, finish)
@@ -208,7 +208,7 @@ class ProcessGroup:
         nbytes = sum(call.sizes) * call.dtype.itemsize
         algorithm = self.validate(call)
         what = describe(call, algorithm)
-        prepared = Prepared(algorithm, what, zlib.crc32(what.encode()), call.sizes)
+        prepared = Prepared(algorithm, what, zlib.crc32(what.encode()))
         prepared.divisor = self.size if call.op == "mean" else 1
         if algorithm != "mpi":
             self._compile(call, prepared, nbytes)

@@ -23,7 +23,6 @@ class Prepared:
     algorithm: str
     what: str
     signature: int
-    sizes: Sequence[int]
     plan: Plan | None = None
     persistent: Persistent | None = None
     fold: Callable = fold
