@@ -64,10 +64,9 @@ def _fail(text: str, abort: bool = False) -> int:
         return 2
     from mpi4py import MPI
 
-    rank = MPI.COMM_WORLD.rank
-    print(f"mpipar: error: rank {rank}: {text}", file=sys.stderr, flush=True)
-    time.sleep(HEAD_START)
-    MPI.COMM_WORLD.Abort(2)
+    from mpipar.comm.abort import end_job
+
+    end_job(f"mpipar: error: rank {MPI.COMM_WORLD.rank}: {text}", 2)
     return 2
 
 

@@ -37,6 +37,7 @@ def run(config: Config) -> int:
         return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
     from mpi4py import MPI
 
+    from mpipar.comm.abort import end_job
     from mpipar.train.agree import is_of_all_ranks
     from mpipar.train.loop import train
     from mpipar.train.progress import display
@@ -56,8 +57,7 @@ def run(config: Config) -> int:
             return fail(str(error), world.rank == 0, world.Barrier)
         if not isinstance(error, BETWEEN_RANKS):
             raise
-        fail(f"rank {world.rank}: {error}", True, lambda: time.sleep(HEAD_START))
-        world.Abort(2)
+        end_job(f"mpipar: error: rank {world.rank}: {error}", 2)
     return 0
 
 
