@@ -24,6 +24,7 @@ from .nn import Partial as Partial
 from .nn import Replicate as Replicate
 from .nn import Shard as Shard
 from .nn import Spec as Spec
+from .parallel.clip import clip_factor as clip_factor
 from .parallel.clip import clip_grad_norm as clip_grad_norm
 from .parallel.communicator import Communicator as Communicator
 from .parallel.data import sum_gradients as sum_gradients

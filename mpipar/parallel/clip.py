@@ -53,13 +53,21 @@ def clip_grad_norm(
     distinct = list({id(param): param for param in tensors_of(params)}.values())
     names, squares = squared_norms(distinct, mesh)
     norm = float(np.sqrt(_sum_once(names, squares, mesh)))
-    if max_norm is not None and np.isfinite(norm):
-        factor = max_norm / (norm + eps)
-        if factor < 1.0:
-            for param in distinct:
-                if param.grad is not None:
-                    _scale(param.grad, factor)
+    factor = 1.0 if max_norm is None else clip_factor(norm, max_norm, eps)
+    if factor < 1.0:
+        for param in distinct:
+            if param.grad is not None:
+                _scale(param.grad, factor)
     return norm
+
+
+def clip_factor(norm: float, max_norm: float, eps: float = 1e-6) -> float:
+    """Return what gradients of global norm `norm` are to be multiplied by, at most 1.
+
+    For `optimizer.step(grad_scale=)`, which clips without another pass over the gradients, and
+    where they cannot be written.  It is 1 for a norm that is not finite.
+    """
+    return min(1.0, max_norm / (norm + eps)) if np.isfinite(norm) else 1.0
 
 
 def squared_norms(params: list[Any], mesh: Mesh | None) -> tuple[list[str], np.ndarray]:

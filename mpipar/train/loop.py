@@ -28,7 +28,7 @@ from mpipar.errors import NonFiniteError, explain
 from mpipar.models.transformer import IGNORE
 from mpipar.nn import Module
 from mpipar.optim import AdamW, cosine
-from mpipar.parallel.clip import clip_grad_norm
+from mpipar.parallel.clip import clip_factor, clip_grad_norm
 from mpipar.parallel.data_parallel import DataParallel
 from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_mean
@@ -135,9 +135,9 @@ def train_step(
                 share = token_mean(loss_sum, count, mesh.dp, total=tokens)
                 share.backward()
             loss += float(share.item())  # the same on every rank
-        norm = clip_grad_norm(replica.parameters(), clip or None, mesh)
+        norm = clip_grad_norm(replica.parameters(), None, mesh)
     require_finite(step, loss, norm, mesh, failure)
-    optimizer.step()
+    optimizer.step(clip_factor(norm, clip) if clip else 1.0)
     return loss, norm, tokens
 
 

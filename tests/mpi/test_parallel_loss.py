@@ -11,7 +11,7 @@ from mpipar import arrays, partition
 from mpipar.autograd import Tape, Tensor
 from mpipar.errors import ConfigError
 from mpipar.nn import Linear, Parameter, Partial, Spec
-from mpipar.parallel.clip import clip_grad_norm
+from mpipar.parallel.clip import clip_factor, clip_grad_norm
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.data import sum_gradients
 from mpipar.parallel.loss import token_mean
@@ -277,6 +277,12 @@ def test_gradients_that_are_not_finite_are_reported_and_left(raw: MPI.Intracomm)
             param.grad = np.array([1.0, bad])
             assert not np.isfinite(clip_grad_norm([param], 1.0, mesh))
             assert param.grad[0] == 1.0
+
+
+def test_a_factor_clips_like_a_pass_over_the_gradients() -> None:
+    assert clip_factor(8.0, 2.0, eps=0.0) == 0.25
+    assert clip_factor(1.0, 2.0) == clip_factor(0.0, 2.0) == 1.0
+    assert clip_factor(float("nan"), 2.0) == clip_factor(float("inf"), 2.0) == 1.0
 
 
 def test_what_cannot_be_clipped(raw: MPI.Intracomm) -> None:
