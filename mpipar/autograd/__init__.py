@@ -4,6 +4,7 @@ It knows nothing of communication: a collective is a `Function` with `collective
 """
 
 from mpipar.autograd import functional, operators
+from mpipar.autograd.delay import Delay
 from mpipar.autograd.function import Function
 from mpipar.autograd.gradcheck import gradcheck
 from mpipar.autograd.recompute import recompute
@@ -21,6 +22,7 @@ from mpipar.autograd.tensor import Tensor, backward
 from_dlpack = Tensor.from_dlpack
 
 __all__ = [
+    "Delay",
     "Function",
     "PendingCollectivesWarning",
     "Tape",

@@ -125,30 +125,34 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
     """Run backward from the roots and from the tape's collectives numbered up to `number`.
 
     roots: pairs (source, gradient).  The gradients are not written to.  With `hooks` False the
-    hooks of leaves do not fire, and it has no end: both are for an enclosing backward.
+    hooks of leaves do not fire, and it has no end: both are for an enclosing backward.  In a
+    `Delay` the end comes when that is run.
     """
     collectives = tape.up_to(number)
     counts: dict[Any, int] = {}
+    delay = state.delay if hooks else None
+    if delay is not None:
+        delay.begin(counts)
     order = _collect([source for source, _ in roots], collectives, counts if hooks else None)
     if collectives:
         tape.collectives = [node for node in tape.collectives if node.number > number]
     for source, grad in roots:
         if source is not None:
             deliver(source, grad, False)
-            _used(source, counts)
+            used(source, counts)
     before, state.enabled = state.enabled, False
     try:
         _consume(order, counts)
     finally:
         state.enabled = before
-    if hooks:
+    if hooks and delay is None:
         for end in tuple(state.ends):
             end()
 
 
 def _consume(order: list[Node], counts: dict[Any, int]) -> None:
     """Run the vjps of the nodes from the last to the first; each is forgotten before it runs."""
-    pumps = state.pumps
+    pumps, delay = state.pumps, state.delay
     while order:
         node = order.pop()
         grad, vjp, inputs = node.grad, node.vjp, node.inputs
@@ -161,6 +165,9 @@ def _consume(order: list[Node], counts: dict[Any, int]) -> None:
                 for source, function in zip(inputs, vjp):  # noqa: B905 (same length, hot)
                     if source is None:
                         continue
+                    if delay is not None and source in delay.leaves:
+                        delay.add((source,), lambda g, f=function: (f(g),), grad)
+                        continue
                     new = function(grad)
                     fresh = new is not grad and new.base is None
                     if source.__class__ is Node and source.outputs is None and source.grad is None:
@@ -171,17 +178,17 @@ def _consume(order: list[Node], counts: dict[Any, int]) -> None:
                 news = vjp(*grad) if grad.__class__ is list else vjp(grad)
                 for source, new in zip(inputs, news):  # noqa: B905
                     if source is not None and new is not None:
-                        deliver(source, new, _is_fresh(new, grad))
+                        deliver(source, new, is_fresh(new, grad))
                 news = None
         grad = vjp = new = None
         if counts:
             for source in inputs:
-                _used(source, counts)
+                used(source, counts)
         for pump in pumps:
             pump()
 
 
-def _is_fresh(new: Array, grad: Any) -> bool:
+def is_fresh(new: Array, grad: Any) -> bool:
     """Say whether a vjp's result is a new array: it is no view and not what came in."""
     if new.base is not None:
         return False
@@ -201,7 +208,7 @@ def _complete(node: Node, grads: list[Any] | None) -> list[Any] | None:
     return grads
 
 
-def _used(source: Source, counts: dict[Any, int]) -> None:
+def used(source: Source, counts: dict[Any, int]) -> None:
     """Count one use of a leaf less; after the last one its hooks fire, if it has a gradient."""
     if source.__class__ is Node or source.__class__ is Port or source not in counts:
         return

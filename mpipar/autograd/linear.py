@@ -12,6 +12,7 @@ from mpipar.arrays import Array, compute_dtype
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.engine import home_of
 from mpipar.autograd.record import array, record, record_pair
+from mpipar.autograd.tape import state
 from mpipar.autograd.tensor import Tensor, check_real, source_of
 from mpipar.errors import BufferMismatchError, explain
 
@@ -121,18 +122,23 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
 
     def vjp(g: Array) -> tuple[Array | None, ...]:
         g = g.reshape(n, n_out)  # (N, out)
-        dx = dw = db = None
+        dx = None
         if wants_x:
             dx = _into(g, kept_w if leaf is None else leaf.data, shape, x_dtype)
-        if kept_x is not None and leaf is not None and _adds_to(leaf.grad, g, kept_x):
-            _add_product(leaf.grad, g, kept_x)  # the leaf has its part; dw stays None
-        elif kept_x is not None and leaf is not None and _starts_at(home_of(leaf), leaf, g, kept_x):
-            leaf.grad = np.matmul(g.T, kept_x, out=home_of(leaf))
-        elif kept_x is not None:
-            dw = _product(g.T, kept_x).astype(w_dtype, copy=False)
+        delay = state.delay
+        if delay is not None and leaf in delay.leaves and (not wants_b or bias in delay.leaves):
+            delay.add((leaf, bias if wants_b else None), vjp_weights, g)
+            return dx, None, None
+        return dx, *vjp_weights(g)
+
+    def vjp_weights(g: Array) -> tuple[Array | None, Array | None]:
+        dw = db = None
+        if kept_x is not None:
+            dw = weight_gradient(leaf, g, kept_x)
+            dw = None if dw is None else dw.astype(w_dtype, copy=False)
         if wants_b:
             db = np.add.reduce(g, axis=0, dtype=compute_dtype(g.dtype)).astype(b_dtype, copy=False)
-        return dx, dw, db
+        return dw, db
 
     return record(out, (x, weight, bias), vjp)
 
@@ -158,6 +164,21 @@ def _into(g: Array, w: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     out = np.empty(shape, dtype)
     np.matmul(g, w, out=out.reshape(len(g), shape[-1]))
     return out
+
+
+def weight_gradient(leaf: Tensor | None, g: Array, x: Array) -> Array | None:
+    """Return g.T @ x, the gradient of a weight [out, in], for g (N, out) and x (N, in).
+
+    None if it went to the gradient of the weight, `leaf`, without a temporary: added to what is
+    there, or as the first part to its home.
+    """
+    if leaf is not None and _adds_to(leaf.grad, g, x):
+        _add_product(leaf.grad, g, x)
+    elif leaf is not None and _starts_at(home_of(leaf), leaf, g, x):
+        leaf.grad = np.matmul(g.T, x, out=home_of(leaf))
+    else:
+        return _product(g.T, x)
+    return None
 
 
 def _adds_to(grad: Array | None, g: Array, x: Array) -> bool:

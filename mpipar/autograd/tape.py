@@ -142,6 +142,7 @@ class State(threading.local):
         self.pumps: list[Callable[[], object]] = []
         self.ends: list[Callable[[], object]] = []
         self.tape = Tape()
+        self.delay: Any = None  # the Delay that backward puts gradients off in
         self.warned = False  # of many collectives
 
 
