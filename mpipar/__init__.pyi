@@ -31,6 +31,7 @@ from .parallel.data import sum_gradients as sum_gradients
 from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.loss import token_mean as token_mean
 from .parallel.mesh import Mesh as Mesh
+from .parallel.powersgd import PowerSGD as PowerSGD
 from .parallel.replicated import all_gather_sequence as all_gather_sequence
 from .parallel.replicated import copy_to as copy_to
 from .parallel.replicated import gather_from as gather_from
