@@ -29,11 +29,9 @@ def all_reduce(comm: MPI.Comm) -> Iterator[Callable[[int], Callable[[], Any]]]:
     torch = importlib.import_module("torch")
     distributed = importlib.import_module("torch.distributed")
     torch.set_num_threads(1)
-    names = comm.allgather(platform.node())
-    host = "127.0.0.1" if len(set(names)) == 1 else names[0]
     distributed.init_process_group(
         "gloo",
-        init_method=comm.bcast(_address(host) if comm.rank == 0 else "", root=0),
+        init_method=meeting_point(comm),
         rank=comm.rank,
         world_size=comm.size,
         timeout=timedelta(seconds=SECONDS),
@@ -46,6 +44,13 @@ def all_reduce(comm: MPI.Comm) -> Iterator[Callable[[int], Callable[[], Any]]]:
 
 def _call(tensor: Any, distributed: Any) -> Callable[[], Any]:
     return lambda: distributed.all_reduce(tensor)
+
+
+def meeting_point(comm: MPI.Comm) -> str:
+    """Return the address at which the ranks can find each other, a free port; collective."""
+    names = comm.allgather(platform.node())
+    host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+    return comm.bcast(_address(host) if comm.rank == 0 else "", root=0)
 
 
 def _address(host: str) -> str:

@@ -3,12 +3,14 @@
 mpiexec -n 2 mpipar bench collectives --json collectives.json
 mpiexec -n 4 mpipar bench collectives --tune
 mpiexec -n 2 mpipar bench collectives --algorithms window --peer torch
+mpiexec -n 2 mpipar bench train --peer torch --json train.json
 mpipar bench overhead
 """
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from mpipar.bench.train_settings import Train
+from mpipar.bench.train_settings import check as check_train
 from mpipar.cli import files
 from mpipar.cli.train import HEAD_START, fail
 from mpipar.errors import ConfigError, MpiparError, explain
@@ -52,37 +56,50 @@ class Overhead:
     """Write {"machine": ..., "rows": [...]} here."""
 
 
-Config = Collectives | Overhead
+Config = Collectives | Train | Overhead
 ALONE = (Overhead,)
 
 
-def run(config: Collectives | Overhead) -> int:
+def run(config: Collectives | Train | Overhead) -> int:
     """Run one benchmark; returns the exit code."""
-    return _collectives(config) if isinstance(config, Collectives) else _overhead(config)
+    if isinstance(config, Overhead):
+        return _overhead(config)
+    if isinstance(config, Train):
+        return _on_all_ranks(config, lambda world: _train(config, world))
+    return _on_all_ranks(config, lambda world: _collectives(config, world))
 
 
-def _collectives(config: Collectives) -> int:
-    """Collective: measure, or tell on rank 0 what all ranks cannot do."""
+def _on_all_ranks(config: Collectives | Train, work: Callable[[Any], None]) -> int:
+    """Collective: run `work` on the world, or tell on rank 0 what all ranks cannot do."""
     if trouble := launch.start():
         return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
     from mpi4py import MPI
 
-    from mpipar.train.agree import is_of_all_ranks, same, together
+    from mpipar.train.agree import is_of_all_ranks, same
 
     world = MPI.COMM_WORLD
     try:
         same(world, "the configuration", repr(config), "Start all ranks with the same flags.")
-        neighbours = world.Split_type(MPI.COMM_TYPE_SHARED)
-        local = neighbours.size
-        neighbours.Free()
-        together(world, lambda: check(config, world.rank, world.size, local))
-        rows = _measured(config, world)
-        together(world, lambda: _write_results(config, world.rank, rows))
+        work(world)
     except MpiparError as error:
         if not is_of_all_ranks(error):
             raise
         return fail(str(error), world.rank == 0, world.Barrier)
     return 0
+
+
+def _collectives(config: Collectives, world: Any) -> None:
+    """Collective: measure, print and write."""
+    from mpi4py import MPI
+
+    from mpipar.train.agree import together
+
+    neighbours = world.Split_type(MPI.COMM_TYPE_SHARED)
+    local = neighbours.size
+    neighbours.Free()
+    together(world, lambda: check(config, world.rank, world.size, local))
+    rows = _measured(config, world)
+    together(world, lambda: _write_results(config, world.rank, rows))
 
 
 def check(config: Collectives, rank: int, ranks: int, local: int) -> None:
@@ -187,6 +204,60 @@ def _print_rows(nbytes: int, name: str, ranks: int, rows: list[Any]) -> None:
         )
     if not rows:
         print("  none of the algorithms can be measured here", flush=True)
+
+
+def _train(config: Train, world: Any) -> None:
+    """Collective: measure every mode, print and write."""
+    os.environ["MPIPAR_BLAS_THREADS"] = str(config.threads)  # read by the first Communicator
+    from mpipar.bench import timing, train
+    from mpipar.parallel.communicator import Communicator
+    from mpipar.train.agree import together
+
+    def check() -> None:
+        check_train(config)
+        if world.rank == 0:  # which writes
+            files.check(config.json, "json")
+
+    together(world, check)
+    rows = []
+    with Communicator(world, name="bench") as comm:
+        for mode in config.modes:
+            if train.available(mode):
+                rows.append(train.measure(config, comm, mode))
+            elif comm.rank == 0:
+                print(f"{mode}: this version has no mp.FSDP, its row is left out", flush=True)
+    if world.rank == 0:
+        _print_train(rows)
+    if world.rank == 0:
+        _write(config.json, timing.machine(world), train.as_json(rows))
+
+
+def _print_train(rows: list[Any]) -> None:
+    """Print what a person wants to see of the rows, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mpipar.train import terminal
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    table = Table(title="training, all ranks together; ratio: our tokens a second over the peer's")
+    for name in ("", "tokens/s", "peer", "ratio", "MFU", "alone", "overhead", "RSS MB", "peer MB"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(
+            f"{row.mode}, {row.ranks} ranks, dim {row.dim}",
+            number(row.tokens_per_s, ",.0f"),
+            number(row.peer_tokens_per_s, ",.0f"),
+            number(row.ratio, ".2f"),
+            number(row.mfu, ".0%"),
+            number(row.single_tokens_per_s, ",.0f"),
+            number(row.overhead, "+.1%"),
+            number(row.rss_mb, ",.0f"),
+            number(row.peer_rss_mb, ",.0f"),
+        )
+    Console(width=terminal.width() or 110).print(table)
 
 
 def _overhead(config: Overhead) -> int:
