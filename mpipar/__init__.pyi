@@ -38,6 +38,9 @@ from .parallel.replicated import gather_from as gather_from
 from .parallel.replicated import reduce_from as reduce_from
 from .parallel.replicated import reduce_scatter_sequence as reduce_scatter_sequence
 from .parallel.replicated import scatter_to as scatter_to
+from .parallel.sequence import SequenceLayerNorm as SequenceLayerNorm
+from .parallel.sequence import SequenceRMSNorm as SequenceRMSNorm
+from .parallel.sequence import SequenceShards as SequenceShards
 from .parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
 from .parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
 from .parallel.tensor import RowParallelLinear as RowParallelLinear

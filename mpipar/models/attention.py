@@ -13,7 +13,7 @@ import numpy as np
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError, explain
-from mpipar.models.config import STD, ModelConfig
+from mpipar.models.config import ModelConfig
 from mpipar.models.factories import Factories
 from mpipar.nn.module import Module
 
@@ -29,30 +29,15 @@ class SelfAttention(Module):
         self.rotary = rotary
         self.attention = make.attention
         width, shared = config.dim, config.kv_heads * config.head_dim
-        self.qkv = make.linear(
-            "column",
-            config.dim,
-            width + 2 * shared,
-            bias=bias,
-            seed=config.seed,
-            name=f"{name}.qkv",
-            std=STD,
-            dtype=config.dtype,
-            parts=(width, shared, shared),
-        )
-        self.projection = make.linear(
-            "row",
-            width,
-            config.dim,
-            bias=bias,
-            seed=config.seed,
-            name=f"{name}.projection",
-            std=config.residual_std,
-            dtype=config.dtype,
-        )
+        parts = (width, shared, shared)
+        self.qkv = make.column(config, (width, sum(parts)), f"{name}.qkv", bias=bias, parts=parts)
+        self.projection = make.row(config, (width, width), f"{name}.projection", bias=bias)
 
     def forward(self, x: Tensor, positions: np.ndarray) -> Tensor:
-        """Map x (B, S, C) at global positions (S,) or (B, S) to (B, S, C)."""
+        """Map x (B, S, C) at global positions (S,) or (B, S) to (B, S, C).
+
+        Where x is a part of the sequence, so is the result; positions are those of the whole.
+        """
         q, k, v = self.split(self.qkv(x))
         if self.rotary:
             q = F.rotary(q, positions, self.config.rotary_base)

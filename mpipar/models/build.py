@@ -1,5 +1,7 @@
 """From a config to a model, with the layers of one's choice."""
 
+from typing import Any
+
 from mpipar.models.config import ModelConfig
 from mpipar.models.factories import (
     Attention,
@@ -7,6 +9,8 @@ from mpipar.models.factories import (
     EmbeddingFactory,
     Factories,
     LinearFactory,
+    NormFactory,
+    Shard,
 )
 from mpipar.models.gpt2 import GPT2
 from mpipar.models.llama import Llama
@@ -21,16 +25,20 @@ def build(
     embedding: EmbeddingFactory | None = None,
     attention: Attention | None = None,
     cross_entropy: CrossEntropy | None = None,
+    norm: NormFactory | None = None,
+    shard: Shard | None = None,
 ) -> Transformer:
     """Return the model of a config; a factory that is None makes dense layers.
 
     The initial weights depend on config.seed and the layers' global names alone.
     """
-    dense = Factories()
-    make = Factories(
-        linear=linear or dense.linear,
-        embedding=embedding or dense.embedding,
-        attention=attention or dense.attention,
-        cross_entropy=cross_entropy or dense.cross_entropy,
-    )
+    given: dict[str, Any] = {
+        "linear": linear,
+        "embedding": embedding,
+        "attention": attention,
+        "cross_entropy": cross_entropy,
+        "norm": norm,
+        "shard": shard,
+    }
+    make = Factories(**{name: make for name, make in given.items() if make is not None})
     return FAMILIES[config.model](config, make)

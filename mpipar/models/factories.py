@@ -1,4 +1,4 @@
-"""How a model gets its layers: four functions, dense by default.
+"""How a model gets its layers: a few functions, dense by default.
 
 A model knows nothing of parallelism.  Who wants it sharded passes functions that return parallel
 layers with the same meaning:
@@ -10,6 +10,10 @@ layers with the same meaning:
 
 A column layer may return fewer features than asked for.  The model takes its number of local heads
 from the width it gets.
+
+What lies between a row layer and the next column layer may be a part of the sequence.  Then row
+layers and embeddings return that part, `norm` works on it, column layers and logits take it, and
+`shard` cuts what belongs to it: the positions of its tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +22,11 @@ from typing import Any, Protocol
 
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
+from mpipar.models.config import STD, ModelConfig
 from mpipar.nn.embedding import Embedding
 from mpipar.nn.linear import Linear
 from mpipar.nn.module import Module
+from mpipar.nn.norm import LayerNorm, RMSNorm
 
 
 class LinearFactory(Protocol):
@@ -49,6 +55,22 @@ class EmbeddingFactory(Protocol):
         """Return the module; logits may be this rank's part of the vocabulary."""
 
 
+class NormFactory(Protocol):
+    """Makes a layer (..., dim) -> (..., dim) of a kind."""
+
+    def __call__(
+        self, kind: type[LayerNorm | RMSNorm], dim: int, *, name: str, dtype: str
+    ) -> Module:
+        """Return the layer, for whole sequences or the part of them that lies between layers."""
+
+
+class Shard(Protocol):
+    """Cuts what the whole sequence has along `dim` to the part that lies between layers."""
+
+    def __call__(self, x: Any, dim: int = -1) -> Any:
+        """Return the part of x, an array or a Tensor."""
+
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal, all [B, S, local heads, D]
 CrossEntropy = Callable[..., Tensor]  # (logits, targets, reduction=), masks targets of -100
 
@@ -74,11 +96,49 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.attention(q, k, v, causal=True)
 
 
+def dense_norm(kind: type[LayerNorm | RMSNorm], dim: int, *, name: str, dtype: str) -> Module:
+    """Return a norm of the kind."""
+    return kind(dim, name=name, dtype=dtype)
+
+
+def whole(x: Any, dim: int = -1) -> Any:
+    """Return x: the whole sequence lies between layers."""
+    return x
+
+
 @dataclass(frozen=True)
 class Factories:
-    """The four functions a model is built from."""
+    """The functions a model is built from."""
 
     linear: LinearFactory = dense_linear
     embedding: EmbeddingFactory = Embedding
     attention: Attention = dense_attention
     cross_entropy: CrossEntropy = F.cross_entropy
+    norm: NormFactory = dense_norm
+    shard: Shard = whole
+
+    def column(
+        self,
+        config: ModelConfig,
+        sizes: tuple[int, int],
+        name: str,
+        *,
+        bias: bool,
+        parts: Sequence[int] | None = None,
+    ) -> Module:
+        """Return a layer of (in, out) features that reads the residual stream."""
+        how = _settings(config, name, STD)
+        return self.linear("column", *sizes, bias=bias, parts=parts, **how)
+
+    def row(self, config: ModelConfig, sizes: tuple[int, int], name: str, *, bias: bool) -> Module:
+        """Return a layer of (in, out) features that writes to the residual stream."""
+        how = _settings(config, name, config.residual_std)
+        return self.linear("row", *sizes, bias=bias, **how)
+
+    def table(self, config: ModelConfig, name: str) -> Any:
+        """Return an embedding of the vocabulary."""
+        return self.embedding(config.vocab, config.dim, **_settings(config, name, STD))
+
+
+def _settings(config: ModelConfig, name: str, std: float) -> dict[str, Any]:
+    return {"name": name, "std": std, "seed": config.seed, "dtype": config.dtype}

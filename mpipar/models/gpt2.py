@@ -28,27 +28,8 @@ class MLP(Module):
 
     def __init__(self, config: ModelConfig, name: str, make: Factories) -> None:
         """Build `up` and `down` under the global name `name`."""
-        seed, dtype = config.seed, config.dtype
-        self.up = make.linear(
-            "column",
-            config.dim,
-            config.hidden,
-            bias=True,
-            seed=seed,
-            name=f"{name}.up",
-            std=STD,
-            dtype=dtype,
-        )
-        self.down = make.linear(
-            "row",
-            config.hidden,
-            config.dim,
-            bias=True,
-            seed=seed,
-            name=f"{name}.down",
-            std=config.residual_std,
-            dtype=dtype,
-        )
+        self.up = make.column(config, (config.dim, config.hidden), f"{name}.up", bias=True)
+        self.down = make.row(config, (config.hidden, config.dim), f"{name}.down", bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (B, S, C) to (B, S, C)."""
@@ -74,7 +55,7 @@ class GPT2(Transformer):
         """Build a block with biases and a GELU MLP."""
         attention = SelfAttention(self.config, f"{name}.attention", make, bias=True, rotary=False)
         mlp = MLP(self.config, f"{name}.mlp", make)
-        return Block(self.config, name, LayerNorm, attention, mlp)
+        return Block(self.config, name, make, LayerNorm, attention, mlp)
 
     def lookup(self, tokens: Array, positions: Array) -> Tensor:
         """Return the rows of tokens and positions, added (B, S, C).
@@ -86,4 +67,5 @@ class GPT2(Transformer):
             rule = f"positions must be below seq={self.config.seq}, those that were learned"
             fix = "Pass shorter sequences, or build the model with a larger seq"
             raise ConfigError(explain("positions", last, rule, fix))
-        return self.token_embedding(tokens) + self.position_embedding(positions)
+        rows = self.position_embedding(positions)  # (S, C) or (B, S, C)
+        return self.token_embedding(tokens) + self.shard(rows, -2)

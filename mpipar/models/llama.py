@@ -12,7 +12,7 @@ Touvron et al., Llama 2, 2023 (grouped-query attention); Shazeer, GLU Variants I
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
 from mpipar.models.attention import SelfAttention
-from mpipar.models.config import STD, ModelConfig
+from mpipar.models.config import ModelConfig
 from mpipar.models.factories import Factories
 from mpipar.models.transformer import Block, Transformer
 from mpipar.nn.module import Module
@@ -24,28 +24,11 @@ class GatedMLP(Module):
 
     def __init__(self, config: ModelConfig, name: str, make: Factories) -> None:
         """Build `gate_up` and `down` under the global name `name`."""
-        seed, dtype = config.seed, config.dtype
-        self.gate_up = make.linear(
-            "column",
-            config.dim,
-            2 * config.hidden,
-            bias=False,
-            seed=seed,
-            name=f"{name}.gate_up",
-            std=STD,
-            dtype=dtype,
-            parts=(config.hidden, config.hidden),
+        dim, parts = config.dim, (config.hidden, config.hidden)
+        self.gate_up = make.column(
+            config, (dim, sum(parts)), f"{name}.gate_up", bias=False, parts=parts
         )
-        self.down = make.linear(
-            "row",
-            config.hidden,
-            config.dim,
-            bias=False,
-            seed=seed,
-            name=f"{name}.down",
-            std=config.residual_std,
-            dtype=dtype,
-        )
+        self.down = make.row(config, (config.hidden, dim), f"{name}.down", bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (B, S, C) to (B, S, C)."""
@@ -65,4 +48,4 @@ class Llama(Transformer):
         """Build a block with rotary attention and a gated MLP."""
         attention = SelfAttention(self.config, f"{name}.attention", make, bias=False, rotary=True)
         mlp = GatedMLP(self.config, f"{name}.mlp", make)
-        return Block(self.config, name, RMSNorm, attention, mlp)
+        return Block(self.config, name, make, RMSNorm, attention, mlp)

@@ -3,8 +3,10 @@
     tokens (B, S) --embed--> (B, S, C) --blocks--> (B, S, C) --logits--> (B, S, V)
 
 `embed`, each of `blocks`, and `logits` are the places where a pipeline may cut.
-Invariants: activations between blocks are whole on every rank of a tensor-parallel group; the
-loss is a SUM over this rank's tokens, so that sums over ranks and micro-batches are exact.
+Invariants: activations between blocks are whole on every rank of a tensor-parallel group, or this
+rank's part of the sequence where the layers are made so (`shard`); positions and logits are those
+of the whole sequence.  The loss is a SUM over this rank's tokens, so that sums over ranks and
+micro-batches are exact.
 """
 
 from math import prod
@@ -16,7 +18,7 @@ from mpipar.arrays import Array
 from mpipar.autograd import Tensor
 from mpipar.autograd.record import array
 from mpipar.errors import BufferMismatchError, explain
-from mpipar.models.config import STD, ModelConfig
+from mpipar.models.config import ModelConfig
 from mpipar.models.factories import Factories
 from mpipar.nn.dropout import Dropout
 from mpipar.nn.embedding import check_ids
@@ -31,20 +33,31 @@ class Block(Module):
     """Attention and feed-forward layer, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, name: str, norm: type[Norm], attention: Module, mlp: Module
+        self,
+        config: ModelConfig,
+        name: str,
+        make: Factories,
+        norm: type[Norm],
+        attention: Module,
+        mlp: Module,
     ) -> None:
         """Take the two halves, built under the global name `name`."""
-        self.norm1 = norm(config.dim, name=f"{name}.norm1", dtype=config.dtype)
+        self.shard = make.shard
+        self.norm1 = make.norm(norm, config.dim, name=f"{name}.norm1", dtype=config.dtype)
         self.attention = attention
         self.dropout1 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout1")
-        self.norm2 = norm(config.dim, name=f"{name}.norm2", dtype=config.dtype)
+        self.norm2 = make.norm(norm, config.dim, name=f"{name}.norm2", dtype=config.dtype)
         self.mlp = mlp
         self.dropout2 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout2")
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
-        """Map x (B, S, C) at global positions (S,) or (B, S) to (B, S, C)."""
-        x = x + self.dropout1(self.attention(self.norm1(x), positions), positions)
-        return x + self.dropout2(self.mlp(self.norm2(x)), positions)
+        """Map x (B, S, C) at global positions (S,) or (B, S) to (B, S, C).
+
+        Where x is a part of the sequence, so is the result; positions are those of the whole.
+        """
+        here = self.shard(positions)  # of the tokens in x
+        x = x + self.dropout1(self.attention(self.norm1(x), positions), here)
+        return x + self.dropout2(self.mlp(self.norm2(x)), here)
 
 
 class Transformer(Module):
@@ -53,12 +66,12 @@ class Transformer(Module):
     def __init__(self, config: ModelConfig, make: Factories, norm: type[Norm]) -> None:
         """Build all layers."""
         self.config = config
-        self.cross_entropy = make.cross_entropy
-        self.token_embedding = self._table(make, "token_embedding")
+        self.cross_entropy, self.shard = make.cross_entropy, make.shard
+        self.token_embedding = make.table(config, "token_embedding")
         self.dropout = Dropout(config.dropout, seed=config.seed, name="dropout")
         self.blocks = [self.block(make, f"blocks.{index}") for index in range(config.layers)]
-        self.norm = norm(config.dim, name="norm", dtype=config.dtype)
-        self.head = None if config.tied else self._table(make, "head")
+        self.norm = make.norm(norm, config.dim, name="norm", dtype=config.dtype)
+        self.head = None if config.tied else make.table(config, "head")
 
     def block(self, make: Factories, name: str) -> Block:
         """Build the block of the global name `name`; a subclass defines it."""
@@ -78,16 +91,16 @@ class Transformer(Module):
         return self.logits(x)
 
     def embed(self, tokens: Array, positions: Array) -> Tensor:
-        """Return the first activations (B, S, C)."""
+        """Return the first activations (B, S, C), or this rank's part of the sequence."""
         check_ids("tokens", tokens, self.config.vocab)
-        return self.dropout(self.lookup(tokens, positions), positions)
+        return self.dropout(self.lookup(tokens, positions), self.shard(positions))
 
     def lookup(self, tokens: Array, positions: Array) -> Tensor:
-        """Return the rows of the tables for each token (B, S, C)."""
+        """Return the rows of the tables for each token (B, S, C), or for this rank's part."""
         return self.token_embedding(tokens)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits of the last activations (B, S, C), or this rank's part of them."""
+        """Return the logits (B, S, V) of the last activations, or this rank's part of V."""
         table = self.token_embedding if self.head is None else self.head
         return table.logits(self.norm(x))
 
@@ -119,10 +132,6 @@ class Transformer(Module):
             if parameter.spec.name not in looked_up
         )
         return 6.0 * weights + 6.0 * self.config.layers * seq * self.config.dim
-
-    def _table(self, make: Factories, name: str) -> Any:
-        c = self.config
-        return make.embedding(c.vocab, c.dim, seed=c.seed, name=name, std=STD, dtype=c.dtype)
 
 
 def _checked(tokens: Any, positions: Any) -> tuple[Array, Array]:

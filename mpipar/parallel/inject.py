@@ -7,6 +7,7 @@ role "row"      RowParallelLinear over mesh.tp       attention output; MLP down
 role "dense"    nn.Linear, replicated
 embedding       VocabParallelEmbedding, whose `logits` are spread over the vocabulary
 cross_entropy   vocab_parallel_cross_entropy of such logits
+norm, shard     with sequence parallelism, what works on blocks of the sequence between the layers
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +18,34 @@ from mpipar.autograd import functional
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.linear import Linear
 from mpipar.nn.module import Module
+from mpipar.nn.norm import LayerNorm, RMSNorm
 from mpipar.parallel.mesh import Mesh
+from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards
 from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from mpipar.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
-def factories(mesh: Mesh) -> dict[str, Callable[..., Any]]:
-    """Return the arguments linear, embedding, attention and cross_entropy of `models.build`.
+def factories(
+    mesh: Mesh,
+    sequence_parallel: bool = False,
+    overlap: bool = False,
+    attention: Callable[..., Any] | None = None,
+) -> dict[str, Callable[..., Any]]:
+    """Return the arguments of `models.build` for a model that runs on the ranks of `mesh`.
 
-    Input and output of every layer but "column" and `logits` are replicated over mesh.tp; attention
-    runs on the heads of this rank without communication.
+    sequence_parallel: what lies between column and row layers is this rank's block of the sequence
+    over mesh.tp; else it is replicated there.  Logits are of the whole sequence in either case.
+    overlap: collectives over mesh.tp travel beside the products before or after them.
+    attention: (q, k, v) of this rank's heads -> the same shape; None is causal attention over the
+    sequence that the model is given, without communication.
+
+    Raises ConfigError if a sequence is spread over mesh.cp and no attention is given that knows.
     """
+    if attention is None and mesh.cp.size > 1:
+        rule = "with context-parallel ranks it must be one that reaches over mesh.cp"
+        raise ConfigError(explain("attention", attention, rule, "Pass one"))
+    shards = SequenceShards(mesh.tp) if sequence_parallel and mesh.tp.size > 1 else None
+    cut: dict[str, Any] = {"sequence": shards, "overlap": overlap}
 
     def linear(
         role: str,
@@ -37,19 +55,20 @@ def factories(mesh: Mesh) -> dict[str, Callable[..., Any]]:
         parts: Sequence[int] | None = None,
         **settings: Any,
     ) -> Module:
-        if role == "column":
-            return ColumnParallelLinear(in_features, out_features, mesh.tp, parts=parts, **settings)
-        if role == "row":
-            return RowParallelLinear(in_features, out_features, mesh.tp, parts=parts, **settings)
         if role == "dense":
             return Linear(in_features, out_features, **settings)
+        settings = {**cut, "parts": parts, **settings}
+        if role == "column":
+            return ColumnParallelLinear(in_features, out_features, mesh.tp, **settings)
+        if role == "row":
+            return RowParallelLinear(in_features, out_features, mesh.tp, **settings)
         rule = 'it must be "column", "row" or "dense"'
         raise ConfigError(explain("role", role, rule, "Choose one of them"))
 
     def embedding(num: int, dim: int, **settings: Any) -> Module:
-        return VocabParallelEmbedding(num, dim, mesh.tp, **settings)
+        return VocabParallelEmbedding(num, dim, mesh.tp, **cut, **settings)
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def causal(q: Any, k: Any, v: Any) -> Any:
         return functional.attention(q, k, v, causal=True)
 
     def cross_entropy(logits: Any, targets: Array, reduction: str = "mean", **settings: Any) -> Any:
@@ -57,9 +76,21 @@ def factories(mesh: Mesh) -> dict[str, Callable[..., Any]]:
             logits, targets, mesh.tp, reduction=reduction, **settings
         )
 
-    return {
+    made: dict[str, Callable[..., Any]] = {
         "linear": linear,
         "embedding": embedding,
-        "attention": attention,
+        "attention": attention or causal,
         "cross_entropy": cross_entropy,
     }
+    return made if shards is None else {**made, "norm": _norm(shards), "shard": shards.shard}
+
+
+def _norm(shards: SequenceShards) -> Callable[..., Module]:
+    """Return the factory of norms that work on blocks of the sequence."""
+    kinds: dict[type, type] = {LayerNorm: SequenceLayerNorm, RMSNorm: SequenceRMSNorm}
+
+    def norm(kind: type[Module], dim: int, **settings: Any) -> Module:
+        made: Module = kinds[kind](shards.comm, dim, **settings)
+        return made
+
+    return norm

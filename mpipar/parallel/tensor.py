@@ -11,6 +11,10 @@ A column layer followed by a row layer (an MLP, or attention between its project
 costs one all_reduce of the activations forward and one backward.  Inputs and outputs are replicated
 over tp, or a block of the last dimension over tp.
 
+With `sequence`, the input of a column layer and the output of a row layer are blocks of the
+sequence instead: the one gathers before its product, the other scatters the sum (see `sequence`).
+With `overlap` messages travel while products are computed (see `collective_matmul`).
+
 Initial values depend on seed, name and global index only: p ranks hold the slices of the dense
 layer `nn.Linear` of the same seed and name.  With neither, the ranks of a group must have built the
 same unnamed layers before, in the same order, as their seeds are then counted.
@@ -18,7 +22,7 @@ same unnamed layers before, in the same order, as their seeds are then counted.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -31,29 +35,56 @@ from mpipar.nn import init
 from mpipar.nn.linear import check_full, check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
+from mpipar.parallel.collective_matmul import (
+    How,
+    copy_linear,
+    gather_linear,
+    linear_reduce,
+    linear_scatter,
+)
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.replicated import copy_to, gather_from, reduce_from, scatter_to
+from mpipar.parallel.sequence import SequenceShards
 
 AXIS = "tp"  # the mesh axis named in the specs of these layers
 Full = tuple[Array, Array | None]  # weight [out, in] and bias [out] of the dense layer
 
 
-class ColumnParallelLinear(Module):
-    """A linear layer that computes a block of the output features on each rank.
+class Settings(TypedDict, total=False):
+    """What both layers take by keyword, besides what PyTorch's take.
 
-    Input replicated (..., in); output a block (..., out/p), or replicated (..., out) if
-    `gather_output`.  weight [out/p, in] and bias [out/p] are sharded over tp along dimension 0.
+    sequence: how the sequence is cut between the layers of a model; None: it is replicated there.
+    parts: sizes of what is joined in this layer (fused qkv; gate and up), each cut on its own:
+    outputs of a column layer, inputs of a row layer.
+    seed: None as for nn.Linear.  name: prefix of the parameters' global names.
+    std: of normal weights with a zero bias; None: uniform +-1/sqrt(in), as nn.Linear.
+    full: the dense weight and bias to take the block from, instead of drawing it.
     """
+
+    sequence: SequenceShards | None
+    parts: Sequence[int] | None
+    seed: int | None
+    name: str
+    std: float | None
+    dtype: Any
+    full: Full | None
+
+
+class _Cut(Module):
+    """A linear layer of whose weight each rank holds a block: what both kinds share."""
+
+    along: ClassVar[int]  # the dimension of the weight [out, in] that is cut
+    weight: Parameter
+    bias: Parameter | None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         comm: Communicator,
-        bias: bool = True,
-        gather_output: bool = False,
-        overlap: bool = False,
-        *,
+        bias: bool,
+        overlap: bool,
+        sequence: SequenceShards | None = None,
         parts: Sequence[int] | None = None,
         seed: int | None = None,
         name: str = "",
@@ -61,33 +92,29 @@ class ColumnParallelLinear(Module):
         dtype: Any = "float32",
         full: Full | None = None,
     ) -> None:
-        """Make this rank's block; every rank of `comm` makes its own, without communication.
-
-        parts: the sizes of the outputs joined in this layer (fused qkv; gate and up), each cut on
-        its own.  std: of normal weights with a zero bias; None: uniform +-1/sqrt(in), as nn.Linear.
-        seed: None as for nn.Linear.
-        full: the dense weight and bias to take the block from, instead of drawing it.
-
-        Raises ConfigError if `out_features` or one of its parts does not divide over the ranks.
-        """
-        _refuse_overlap(overlap)
-        _check_numbers(in_features, out_features, std)
-        for size in parts or (out_features,):
-            require_divisible("out_features", size, comm.size, "parts" if parts else "")
+        """Make this rank's block, without communication."""
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        if std is not None:
+            check_scale("std", std)
         self.in_features, self.out_features, self.comm = in_features, out_features, comm
-        self.gather_output, self.parts = gather_output, tuple(parts or (out_features,))
+        self.overlap, self.sequence = overlap, sequence
+        what, size = (("out_features", out_features), ("in_features", in_features))[self.along]
+        self.parts = tuple(parts or (size,))
+        for part in self.parts:
+            require_divisible(what, part, comm.size, "parts" if parts else "")
         weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
-        weight = weight.shard(AXIS, 0, comm.rank, comm.size, parts)
-        offset = Spec.replicated(join(name, "bias"), (out_features,))
-        offset = offset.shard(AXIS, 0, comm.rank, comm.size, parts)
-        self.weight, self.bias = _parameters(
-            weight, offset if bias else None, full, init.seed_of(seed, name), std, dtype
-        )
+        weight = weight.shard(AXIS, self.along, comm.rank, comm.size, parts)
+        offset = Spec.replicated(join(name, "bias"), (out_features,)) if bias else None
+        if offset is not None and self.along == 0:
+            offset = offset.shard(AXIS, 0, comm.rank, comm.size, parts)
+        seed = init.seed_of(seed, name)
+        self.weight, self.bias = _parameters(weight, offset, full, seed, std, dtype)
 
     @classmethod
     def from_full(
         cls, weight: Array, bias: Array | None, comm: Communicator, **settings: Any
-    ) -> "ColumnParallelLinear":
+    ) -> Self:
         """Return the layer that holds this rank's block of a dense weight [out, in] and bias [out].
 
         The values are copied, in the weight's dtype; `settings` are those of the constructor.
@@ -99,29 +126,75 @@ class ColumnParallelLinear(Module):
         settings = {"dtype": weight.dtype, **settings, "full": (weight, bias)}
         return cls(in_features, out_features, comm, bias is not None, **settings)
 
+    def how(self, sizes: Sequence[int] = ()) -> How:
+        """Return how the product meets its collective; sizes: of the blocks of the sequence."""
+        return How(self.comm, self.weight, tuple(sizes), self.overlap)
+
+    def extra_repr(self) -> str:
+        """Return the global sizes and the shape of this rank's weight."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, local={self.weight.spec.local_shape}"
+
+
+class ColumnParallelLinear(_Cut):
+    """A linear layer that computes a block of the output features on each rank.
+
+    Input replicated (..., in), or with `sequence` a block (..., s, in); output a block
+    (..., out/p), or replicated (..., out) if `gather_output`.  weight [out/p, in] and bias [out/p]
+    are sharded over tp along dimension 0.
+    """
+
+    along = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        bias: bool = True,
+        gather_output: bool = False,
+        overlap: bool = False,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """Make this rank's block; every rank of `comm` makes its own, without communication.
+
+        overlap: with `sequence`, gather in a ring whose steps alternate with products; without,
+        sum the gradient of the input beside the products of backward.
+
+        Raises ConfigError if `out_features` or one of its parts does not divide over the ranks.
+        """
+        super().__init__(in_features, out_features, comm, bias, overlap, **settings)
+        self.gather_output = gather_output
+
     def local_forward(self, x: Any) -> Any:
         """Return this rank's block of the output (..., out/p), without communication."""
         return functional.linear(x, self.weight, self.bias)  # (..., out/p)
 
     def forward(self, x: Any) -> Any:
         """Return the block (..., out/p) or, if `gather_output`, all of (..., out)."""
-        y = self.local_forward(copy_to(self.comm, x))
-        if not self.gather_output or self.comm.size == 1:
+        if self.comm.size == 1:
+            return self.local_forward(x)
+        if self.sequence is not None:
+            how = self.how(self.sequence.sizes(x))
+            y = gather_linear(x, self.bias, how)
+        elif self.overlap:
+            y = copy_linear(x, self.bias, self.how())
+        else:
+            y = self.local_forward(copy_to(self.comm, x))
+        if not self.gather_output:
             return y
         return _restore_parts(gather_from(self.comm, y), self.parts, self.comm.size)
 
-    def extra_repr(self) -> str:
-        """Return the global sizes and the shape of this rank's weight."""
-        return _sizes(self)
 
-
-class RowParallelLinear(Module):
+class RowParallelLinear(_Cut):
     """A linear layer that takes a block of the input features on each rank and adds the results.
 
     Input a block (..., in/p) if `input_is_parallel`, else replicated (..., in); output replicated
-    (..., out).  weight [out, in/p] is sharded over tp along dimension 1; bias [out] is replicated
-    and added once, after the reduction.
+    (..., out), or with `sequence` a block (..., s, out).  weight [out, in/p] is sharded over tp
+    along dimension 1; bias [out] is replicated and added once, after the reduction.
     """
+
+    along = 1
 
     def __init__(
         self,
@@ -131,66 +204,40 @@ class RowParallelLinear(Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         overlap: bool = False,
-        *,
-        parts: Sequence[int] | None = None,
-        seed: int | None = None,
-        name: str = "",
-        std: float | None = None,
-        dtype: Any = "float32",
-        full: Full | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
         """Make this rank's block; every rank of `comm` makes its own, without communication.
 
-        parts: the sizes of the inputs joined along `in_features`, if each was cut on its own; the
-        other arguments as for ColumnParallelLinear.
+        overlap: with `sequence`, sum in a ring whose steps alternate with products; without, sum
+        piece by piece beside the product of the next piece.
 
         Raises ConfigError if `in_features` or one of its parts does not divide over the ranks, or
         for parts of an input that is not parallel.
         """
-        _refuse_overlap(overlap)
-        _check_numbers(in_features, out_features, std)
-        if parts and not input_is_parallel:
+        if settings.get("parts") and not input_is_parallel:
             rule = "an input with parts must be one that is already cut"
-            raise ConfigError(explain("parts", tuple(parts), rule, "Pass input_is_parallel=True"))
-        for size in parts or (in_features,):
-            require_divisible("in_features", size, comm.size, "parts" if parts else "")
-        self.in_features, self.out_features, self.comm = in_features, out_features, comm
+            fix = "Pass input_is_parallel=True"
+            raise ConfigError(explain("parts", settings["parts"], rule, fix))
+        super().__init__(in_features, out_features, comm, bias, overlap, **settings)
         self.input_is_parallel = input_is_parallel
-        weight = Spec.replicated(join(name, "weight"), (out_features, in_features))
-        weight = weight.shard(AXIS, 1, comm.rank, comm.size, parts)
-        offset = Spec.replicated(join(name, "bias"), (out_features,)) if bias else None
-        seed = init.seed_of(seed, name)
-        self.weight, self.bias = _parameters(weight, offset, full, seed, std, dtype)
-
-    @classmethod
-    def from_full(
-        cls, weight: Array, bias: Array | None, comm: Communicator, **settings: Any
-    ) -> "RowParallelLinear":
-        """Return the layer that holds this rank's block of a dense weight [out, in], and the bias.
-
-        The values are copied, in the weight's dtype; `settings` are those of the constructor.
-        """
-        check_full("weight", weight, 2)
-        if bias is not None:
-            check_full("bias", bias, 1)
-        out_features, in_features = weight.shape
-        settings = {"dtype": weight.dtype, **settings, "full": (weight, bias)}
-        return cls(in_features, out_features, comm, bias is not None, **settings)
 
     def local_forward(self, x: Any) -> Any:
         """Return this rank's term (..., out) of the sum, without bias and without communication."""
         return functional.linear(x, self.weight)  # (..., out), partial
 
     def forward(self, x: Any) -> Any:
-        """Return the whole output (..., out), the same on all ranks."""
+        """Return the whole output (..., out), the same on all ranks, or its block (..., s, out)."""
+        if self.comm.size == 1:
+            return functional.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(self.comm, x)  # (..., in/p)
+        if self.sequence is not None:
+            how = self.how(self.sequence.state(x.shape[-2]))
+            return linear_scatter(x, self.bias, how)
+        if self.overlap:
+            return linear_reduce(x, self.bias, self.how())
         y = reduce_from(self.comm, self.local_forward(x))
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        """Return the global sizes and the shape of this rank's weight."""
-        return _sizes(self)
 
 
 class TensorParallel:
@@ -220,11 +267,6 @@ class TensorParallel:
         return gather_from(self.comm, y, -1, partition.blocks(w.shape[0], self.comm.size))
 
 
-def _sizes(layer: ColumnParallelLinear | RowParallelLinear) -> str:
-    sizes = f"in_features={layer.in_features}, out_features={layer.out_features}"
-    return f"{sizes}, bias={layer.bias is not None}, local={layer.weight.spec.local_shape}"
-
-
 def require_divisible(parameter: str, size: int, degree: int, joined: str = "") -> None:
     """Raise ConfigError unless `size` features divide over `degree` ranks.
 
@@ -248,21 +290,6 @@ def require_divisible(parameter: str, size: int, degree: int, joined: str = "") 
             f"Nearest sizes: {sizes}; nearest degrees for this size: {degrees}",
         )
     )
-
-
-def _check_numbers(in_features: int, out_features: int, std: float | None) -> None:
-    """Raise ConfigError for sizes or a standard deviation that no layer has."""
-    check_size("in_features", in_features)
-    check_size("out_features", out_features)
-    if std is not None:
-        check_scale("std", std)
-
-
-def _refuse_overlap(overlap: bool) -> None:
-    """Raise ConfigError for the form that overlaps communication with the product."""
-    if overlap:
-        rule = "it must be False: this version sends first and multiplies then"
-        raise ConfigError(explain("overlap", overlap, rule, "Pass overlap=False"))
 
 
 def _parameters(

@@ -4,6 +4,7 @@ Vocabulary 10 over 4 ranks by partition.blocks: rows 0..2 | 3..5 | 6..7 | 8..9.
 
     embedding       each rank looks up the ids it holds, zeros for the others; one all_reduce
     logits          copy_to(x) W_r^T: (..., V/p), no message forward, one all_reduce backward
+                    (between blocks of the sequence: reduce_scatter there, all_gather here)
     cross-entropy   two all_reduces of a few numbers a token, whatever V is:
                     1. max of the logits (and, with it, how many logits each rank holds)
                     2. sum of exponentials, logit of the target (and sum of logits, if smoothing)
@@ -29,8 +30,10 @@ from mpipar.nn.embedding import check_ids
 from mpipar.nn.linear import check_full, check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
+from mpipar.parallel.collective_matmul import How, copy_linear, gather_linear
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.replicated import copy_to, reduce_from
+from mpipar.parallel.replicated import copy_to, reduce_from, reduce_scatter_sequence
+from mpipar.parallel.sequence import SequenceShards
 
 AXIS = "tp"
 REDUCTIONS = ("mean", "sum", "none")
@@ -48,6 +51,8 @@ class VocabParallelEmbedding(Module):
         dim: int,
         comm: Communicator,
         *,
+        sequence: SequenceShards | None = None,
+        overlap: bool = False,
         seed: int | None = None,
         name: str = "",
         std: float = 0.02,
@@ -56,6 +61,8 @@ class VocabParallelEmbedding(Module):
     ) -> None:
         """Make this rank's rows, those of the dense embedding of the same seed and name.
 
+        sequence, overlap: of `logits`, as for ColumnParallelLinear; with `sequence` the rows that
+        `forward` returns are this rank's block too.
         seed: None as for nn.Linear: the ranks must have built the same unnamed layers before.
         full: the dense weight [num, dim] to take the rows from, instead of drawing them.
         """
@@ -63,6 +70,7 @@ class VocabParallelEmbedding(Module):
         check_size("dim", dim)
         check_scale("std", std)
         self.num, self.dim, self.comm = num, dim, comm
+        self.sequence, self.overlap = sequence, overlap
         spec = Spec.replicated(join(name, "weight"), (num, dim)).shard(
             AXIS, 0, comm.rank, comm.size
         )
@@ -88,16 +96,32 @@ class VocabParallelEmbedding(Module):
         return cls(num, dim, comm, **settings)
 
     def forward(self, ids: Array) -> Any:
-        """Return the rows (..., dim), replicated, for replicated integer ids (...).
+        """Return the rows (..., dim) of replicated integer ids (...), replicated.
 
+        With `sequence`, of ids (..., S) this rank's block (..., s, dim).
         Raises ConfigError on every rank for an id outside the vocabulary.
         """
         ids = module_of(self.weight.data).asarray(ids)
         check_ids("ids", ids, self.num)
-        return reduce_from(self.comm, _Lookup.apply(self.weight, ids, self.start))
+        rows = _Lookup.apply(self.weight, ids, self.start)
+        if self.sequence is None:
+            return reduce_from(self.comm, rows)
+        sizes = self.sequence.state(ids.shape[-1])
+        return reduce_scatter_sequence(self.comm, rows, -2, sizes)
 
     def logits(self, x: Any) -> Any:
-        """Return this rank's columns (..., V/p) of x W^T, for a replicated x (..., dim)."""
+        """Return this rank's columns (..., V/p) of x W^T, for a replicated x (..., dim).
+
+        With `sequence`, those of the whole sequence for this rank's block x (..., s, dim).
+        """
+        if self.comm.size == 1:
+            return functional.linear(x, self.weight)
+        sizes = () if self.sequence is None else self.sequence.sizes(x)
+        how = How(self.comm, self.weight, sizes, self.overlap)
+        if self.sequence is not None:
+            return gather_linear(x, None, how)
+        if self.overlap:
+            return copy_linear(x, None, how)
         return functional.linear(copy_to(self.comm, x), self.weight)
 
     def extra_repr(self) -> str:

@@ -236,10 +236,7 @@ def test_degrees_that_would_do() -> None:
         require_divisible("out_features", 3, 4)
 
 
-def test_what_does_not_exist_yet_is_refused(comm: Communicator) -> None:
-    for layer in (ColumnParallelLinear, RowParallelLinear):
-        with pytest.raises(ConfigError, match="overlap"):
-            layer(DIM, DIM, comm, overlap=True)
+def test_parts_of_an_input_that_is_not_cut_are_refused(comm: Communicator) -> None:
     with pytest.raises(ConfigError, match="input_is_parallel"):
         RowParallelLinear(DIM, DIM, comm, input_is_parallel=False, parts=(DIM // 2, DIM // 2))
 

@@ -48,7 +48,7 @@ ALLOWED = {
 KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "cli"}
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
 # in parallel/: its other modules use these freely, and of each other only what users see
-FOUNDATION = {"communicator", "differentiable", "mesh"}
+FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh"}
 NEVER = {"torch", "pickle", "tests"}
 
 FILES = python_files("mpipar", "kernels")
