@@ -42,7 +42,8 @@ def clip_grad_norm(
     the norm is that of the gradients here, equal on all ranks if these are.
 
     Raises ConfigError for a negative max_norm, a parameter whose spec says Partial on some axis
-    (its gradient is not summed yet), and without a mesh for one of which this rank holds a part.
+    (its gradient is not summed yet), and without a mesh for one of which this rank holds a part;
+    and for gradients that cannot be written, as all ranks of a node share them.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         rule = "it must be a Mesh: a norm is joined over all of its axes"
@@ -51,6 +52,8 @@ def clip_grad_norm(
         rule = "it must be a number, and not negative, as no norm is"
         raise ConfigError(explain("max_norm", max_norm, rule, "Pass >= 0, or None to measure"))
     distinct = list({id(param): param for param in tensors_of(params)}.values())
+    if max_norm is not None:
+        _refuse_read_only(distinct)
     names, squares = squared_norms(distinct, mesh)
     norm = float(np.sqrt(_sum_once(names, squares, mesh)))
     factor = 1.0 if max_norm is None else clip_factor(norm, max_norm, eps)
@@ -129,6 +132,18 @@ def _scale(grad: Array, factor: float) -> None:
         grad[...] = grad.astype(np.float32) * np.float32(factor)
     else:
         grad *= factor
+
+
+def _refuse_read_only(params: list[Any]) -> None:
+    """Raise ConfigError for gradients that lie once in a node: no rank may scale them."""
+    if all(p.grad is None or getattr(p.grad.flags, "writeable", True) for p in params):
+        return
+    rule = "these gradients lie once in a node, for all its ranks, and cannot be scaled in place"
+    fix = (
+        "Measure with max_norm=None and call optimizer.step(grad_scale=mp.clip_factor(norm, "
+        "max_norm)), which clips without another pass; or make it DataParallel(..., shared=False)"
+    )
+    raise ConfigError(explain("max_norm", "a norm to scale to", rule, fix))
 
 
 def _refuse_partial(spec: Any) -> None:
