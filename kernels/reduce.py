@@ -33,7 +33,7 @@ def reference(operands: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
 
 
 def fold(
-    combine: np.ufunc, operands: Sequence[np.ndarray], out: np.ndarray, divisor: int = 1
+    combine: np.ufunc, operands: Sequence[np.ndarray], out: np.ndarray, divisor: float = 1
 ) -> None:
     """Write the combination of the operands, left to right, into `out`; all are 1-D of one dtype.
 
@@ -55,7 +55,7 @@ def fold(
 
 
 def _fold_blocked(
-    combine: np.ufunc, operands: Sequence[np.ndarray], out: np.ndarray, divisor: int
+    combine: np.ufunc, operands: Sequence[np.ndarray], out: np.ndarray, divisor: float
 ) -> None:
     """Fold block by block through a scratch block, so that `out` may be any of the operands."""
     wide = compute_dtype(out.dtype)

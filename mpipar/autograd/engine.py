@@ -22,10 +22,15 @@ if TYPE_CHECKING:
 def accumulate(leaf: "Tensor", grad: Array, fresh: bool) -> None:
     """Add `grad` to `leaf.grad`: in place if there is one, else as a new contiguous array.
 
-    The first gradient of a leaf that has a home is written there.
+    The first gradient of a leaf that has a home is written there, and so is the sum with one that
+    cannot be written because other processes read it too.
     """
     if leaf.grad is not None:
-        leaf.grad += grad
+        if not can_write(leaf.grad):
+            home = home_of(leaf)
+            leaf.grad = np.add(leaf.grad, grad, out=np.empty_like(grad) if home is None else home)
+        else:
+            leaf.grad += grad
     elif leaf.hooks and (home := home_of(leaf)) is not None:
         home[...] = grad
         leaf.grad = home
@@ -33,6 +38,11 @@ def accumulate(leaf: "Tensor", grad: Array, fresh: bool) -> None:
         leaf.grad = grad
     else:
         leaf.grad = module_of(grad).array(grad, order="C")
+
+
+def can_write(grad: Array) -> bool:
+    """Say whether an array may be written to (a GPU's always)."""
+    return bool(getattr(grad.flags, "writeable", True))
 
 
 def home_of(leaf: "Tensor") -> Array | None:

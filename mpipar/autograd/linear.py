@@ -183,8 +183,9 @@ def weight_gradient(leaf: Tensor | None, g: Array, x: Array) -> Array | None:
 
 def _adds_to(grad: Array | None, g: Array, x: Array) -> bool:
     """Say whether g.T @ x may be added to an existing gradient block by block."""
-    same = type(grad) is np.ndarray and grad.dtype == g.dtype == x.dtype
-    return same and g.dtype.itemsize > 2
+    if type(grad) is not np.ndarray or not grad.flags.writeable:
+        return False
+    return grad.dtype == g.dtype == x.dtype and g.dtype.itemsize > 2
 
 
 def _starts_at(home: Array | None, leaf: Tensor, g: Array, x: Array) -> bool:

@@ -3,7 +3,8 @@
     capacity 8 MB     w0 5 MB | w1 2 MB     b1 0.1 MB | w2 7 MB     w3 9 MB
                       [---- bucket 0 ---]   [---- bucket 1 ----]    [- 2 -]
 
-Every array is a view of its bucket, so nothing is copied on the way in or out.  Few large messages
+Every array is a view of its bucket, so nothing is copied on the way in or out.  Buckets lie in
+private memory, or in memory that the ranks of a node share (shared_buckets.py).  Few large messages
 cost less than many small ones (one alpha each), several buckets leave something to send while the
 rest is still being computed.  Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
 """
@@ -17,6 +18,8 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device, is_sixteen_bit, module
 from mpipar.arrays import dtype as dtype_of
+from mpipar.comm.shared_buckets import SharedBuckets
+from mpipar.comm.window_memory import in_turn
 from mpipar.errors import BufferMismatchError, ConfigError, DtypeMismatchError, explain
 
 MEGABYTE = 1 << 20
@@ -66,23 +69,38 @@ class Bucket:
     """A flat buffer, and a view of it for each item.
 
     wire: None, or the 16-bit dtype in which wider numbers travel.
+    memory: shared memory for it.  Then the buffer may be another one in each turn, and what comes
+    back is `results`, which cannot be written; else these are `views`.
     """
 
-    def __init__(self, numbers: list[int], items: Sequence[Item], wire: np.dtype | None) -> None:
+    def __init__(
+        self,
+        numbers: list[int],
+        items: Sequence[Item],
+        wire: np.dtype | None = None,
+        memory: SharedBuckets | None = None,
+    ) -> None:
         kind = items[numbers[0]]
         xp = module(kind.device)
-        sizes = [math.prod(items[number].shape) for number in numbers]
-        self.numbers = numbers
-        self.buffer: Array = xp.empty(sum(sizes), kind.dtype)
-        self.views: dict[int, Array] = {}
-        start = 0
-        for number, size in zip(numbers, sizes, strict=True):
-            self.views[number] = self.buffer[start : start + size].reshape(items[number].shape)
-            start += size
+        size = sum(math.prod(items[number].shape) for number in numbers)
+        place = None if memory is None else memory.place(size, kind.dtype)
+        self.numbers, self.place, self.size = numbers, place, size
+        self._buffers = place.buffers if place else [xp.empty(size, kind.dtype)]
+        self._views = [_cut(buffer, numbers, items) for buffer in self._buffers]
+        self._results = self._views
+        if place:
+            self._results = [_cut(result, numbers, items) for result in place.results]
+        self.begin(0 if memory is None else memory.turn)
         self.missing = len(numbers)  # items that are not complete on this rank
         self.handle: Any = None  # of the all-reduce in flight
         narrows = wire is not None and kind.dtype.itemsize > 2
-        self._wire: Array | None = xp.empty(self.buffer.size, wire) if narrows else None
+        self._wire: Array | None = xp.empty(size, wire) if narrows else None
+
+    def begin(self, turn: int) -> None:
+        """Take the buffers of a turn."""
+        self.buffer: Array = in_turn(self._buffers, turn)
+        self.views: dict[int, Array] = in_turn(self._views, turn)
+        self.results: dict[int, Array] = in_turn(self._results, turn)
 
     @property
     def sixteen_bit(self) -> bool:
@@ -97,7 +115,9 @@ class Bucket:
         return self._wire
 
     def incoming(self, divisor: float) -> None:
-        """Take the sum that came back, divided by `divisor`."""
+        """Take the sum that came back, divided by `divisor`; in shared memory it is complete."""
+        if self.place is not None:
+            return
         if self._wire is not None:
             self.buffer[...] = self._wire
         if divisor == 1:
@@ -108,19 +128,14 @@ class Bucket:
             self.buffer /= divisor
 
 
-class Slot:
-    """A parameter's place: its number, its bucket, its view there, and what is still to come.
-
-    left: how many of its `uses` have not been submitted in this step.
-    """
-
-    __slots__ = ("bucket", "left", "number", "param", "uses", "view")
-
-    def __init__(self, param: Any, number: int, uses: int) -> None:
-        self.param, self.number = param, number
-        self.uses = self.left = uses
-        self.bucket: Any = None
-        self.view: Any = None
+def _cut(flat: Array, numbers: list[int], items: Sequence[Item]) -> dict[int, Array]:
+    """Return a view of a flat array for each item, one behind the other."""
+    views, start = {}, 0
+    for number in numbers:
+        stop = start + math.prod(items[number].shape)
+        views[number] = flat[start:stop].reshape(items[number].shape)
+        start = stop
+    return views
 
 
 class Buckets:
@@ -137,16 +152,18 @@ class Buckets:
         capacity: float,
         wire: np.dtype | None,
         reduce: Callable[[Bucket], Any],
+        memory: SharedBuckets | None = None,
     ) -> None:
-        self._all = [Bucket(numbers, items, wire) for numbers in cut(items, order, capacity)]
+        """Lay the buckets out, in `memory` if there is some."""
+        if memory is not None:
+            memory.clear()
+        self._all = [
+            Bucket(numbers, items, wire, memory) for numbers in cut(items, order, capacity)
+        ]
         self.order = list(order)
         self.bucket_of = {number: b for b in self._all for number in b.numbers}
         self._reduce = reduce
         self._next = 0
-
-    def view(self, number: int) -> Array:
-        """Return the place of an item."""
-        return self.bucket_of[number].views[number]
 
     @property
     def all_started(self) -> bool:
@@ -158,7 +175,7 @@ class Buckets:
         while not self.all_started and not self._all[self._next].missing:
             bucket = self._all[self._next]
             self._next += 1
-            if bucket.buffer.size:
+            if bucket.size:
                 bucket.handle = self._reduce(bucket)
 
     def finish(self, divisor: Callable[[Bucket], float]) -> None:
@@ -178,8 +195,16 @@ class Buckets:
             bucket.handle, bucket.missing = None, len(bucket.numbers)
 
 
-def check_settings(bucket_mb: float, op: str, steps: int, wire_dtype: Any) -> None:
+def check_settings(
+    bucket_mb: float, op: str, steps: int, wire_dtype: Any, shared: bool | None = None
+) -> None:
     """Raise ConfigError for settings of gradient buckets that cannot work."""
+    if shared not in (None, True, False):
+        rule = "gradients are reduced in shared memory or by messages"
+        raise ConfigError(explain("shared", shared, rule, "Pass True, False, or None to choose"))
+    if shared and wire_dtype is not None:
+        rule = "in shared memory nothing travels that could be narrowed"
+        raise ConfigError(explain("wire_dtype", wire_dtype, rule, "Pass one of the two"))
     if not bucket_mb > 0:
         rule = "a bucket has a positive size, in 2^20 bytes"
         raise ConfigError(explain("bucket_mb", bucket_mb, rule, "Pass 25, or a fraction"))

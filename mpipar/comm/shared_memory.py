@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FOLDER = "/dev/shm"
 PAGE = 4096
+FIRST_TAG, TAGS = 16, 16000  # of the messages across nodes; they begin again after so many
 _NOISE = b"OSC UCX component priority set inside component query failed"
 
 
@@ -50,7 +51,15 @@ class Team:
         self.rank = sum(self.sizes[:mine]) + self.nodes.local_rank
         self.across = MPI.Intracomm(raw.Split(0, key=self.rank))
         self.across.Set_errhandler(MPI.ERRORS_RETURN)
-        self.made = 0  # windows so far
+        self._tags = 0  # given out so far
+
+    def next_tag(self, count: int) -> int:
+        """Return the first of `count` tags of `across` that no other window alive uses."""
+        if self._tags % TAGS + count > TAGS:
+            self._tags += TAGS - self._tags % TAGS
+        first = self._tags % TAGS
+        self._tags += count
+        return FIRST_TAG + first
 
     def free(self) -> None:
         """Free the communicators; collective."""
@@ -113,17 +122,25 @@ def free_bytes() -> int | None:
     return shutil.disk_usage(FOLDER).free if os.path.isdir(FOLDER) else None
 
 
+def lack(group: "ProcessGroup", team: Team, nbytes: int, what: str) -> str:
+    """Return "" if every node has room for `nbytes` for each rank of it, or else what is lacking.
+
+    Collective over the group, and the same on all its ranks; `nbytes` may differ.
+    """
+    needed = team.local.allreduce(_whole_pages(nbytes))
+    free = free_bytes()
+    short = free is not None and free < needed
+    told: list[str] = group.raw.allgather(_too_small(what, needed, free or 0) if short else "")
+    return next((problem for problem in told if problem), "")
+
+
 def allocate(group: "ProcessGroup", team: Team, nbytes: int, what: str) -> Segment | None:
     """Return shared memory with `nbytes` for this rank, or None where the library has none.
 
     Collective over the group.  Raises ConfigError on all its ranks if a node has too little space.
     """
-    needed = team.local.allreduce(_whole_pages(nbytes))
-    free = free_bytes()
-    short = free is not None and free < needed
-    for problem in group.raw.allgather(_too_small(what, needed, free or 0) if short else ""):
-        if problem:
-            raise ConfigError(problem)
+    if problem := lack(group, team, nbytes, what):
+        raise ConfigError(problem)
     try:
         segment = Segment(team.local, nbytes)
     except RuntimeError:  # MPI.Exception, or a library that does not know such windows

@@ -19,17 +19,19 @@ done by messages, and rank 0 says so once.
 Cost for n bytes, L ranks on a node: L n bytes read and n written, by all L ranks together.
 """
 
-import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm import collectives
+from mpipar.arrays import compute_dtype
+from mpipar.comm import collectives, waiting
 from mpipar.comm.calls import Call, check_op, describe
 from mpipar.comm.check import checking
+from mpipar.comm.flags import RELEASED
 from mpipar.comm.flight import Record, describe_groups
-from mpipar.comm.window_reduction import Reduction, Vectors, in_turn, lay_out
+from mpipar.comm.window_memory import Memory, in_turn, lay_out, read_only, refusal, say_once
+from mpipar.comm.window_plan import compile_window
+from mpipar.comm.window_reduction import Reduction, Work
 from mpipar.errors import ConfigError, DestroyedError, MismatchError, explain
 from mpipar.kernels.reduce import COMBINE
 
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from mpipar.comm.group import ProcessGroup
 
 MOST_SLOTS = 2
-log = logging.getLogger("mpipar")
-_said: set[str] = set()
 
 
 class Window:
@@ -65,28 +65,30 @@ class Window:
         self._group = group
         self._number = 0  # reductions started
         self._handles: list[Reduction | _ByMessages | None] = [None] * self.slots
-        self._vectors, reason = self._share()
-        self.shared = self._vectors is not None
+        self._memory, reason = self._share()
+        self.shared = self._memory is not None
         self._destroyed = False
-        if self._vectors is not None:
-            self._buffers = self._vectors.buffers[group.windows.team.nodes.local_rank]
-            results = self._vectors.results
+        if self._memory is not None:
+            team = self._memory.team
+            self._vectors = self._memory.typed(0, self.n, self.dtype)
+            self._buffers, results = self._vectors[team.nodes.local_rank], self._vectors[0]
+            wide, cut = compute_dtype(self.dtype).itemsize, group.segment_bytes
+            self._plan = compile_window(team.sizes, team.rank, self.n, wide, cut)
         else:
-            _say_once(group, reason)
+            say_once(group, "windows", reason)
             self._buffers = [np.zeros(self.n, self.dtype) for _ in range(self.slots)]
             results = self._private = [np.zeros(self.n, self.dtype) for _ in range(self.slots)]
-        self._results = [_read_only(result) for result in results]
+        self._results = [read_only(result) for result in results]
         group.windows.alive.append(self)
 
-    def _share(self) -> tuple[Vectors | None, str]:
-        """Return the shared vectors, or None and why there are none; equal on all ranks."""
-        group = self._group
-        if group.raw.allreduce(os.environ.get("MPIPAR_WINDOWS", "1") == "0"):
-            return None, "MPIPAR_WINDOWS=0"
-        if group.reproducible and group.windows.team.nodes.count > 1:
-            return None, "reproducible=True adds in rank order, not node by node"
-        vectors = lay_out(group, group.windows.team, self.n, self.dtype, self.slots)
-        return vectors, "the MPI library cannot share memory here"
+    def _share(self) -> tuple[Memory | None, str]:
+        """Return shared memory, or None and why there is none; equal on all ranks."""
+        group, nbytes = self._group, self.n * self.dtype.itemsize
+        if reason := refusal(group):
+            return None, reason
+        what = f"{self.n:,} elements of {self.dtype.name} in {self.slots} slots for each rank"
+        memory = lay_out(group, group.windows.team, nbytes, self.slots, what, tags=2)
+        return memory, "the MPI library cannot share memory here"
 
     # -- use -------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Window:
         self._number = number
         before, slot = self._handles[(number - 1) % self.slots], number % self.slots
         result = in_turn(self._results, number)
-        if self._vectors is None:
+        if self._memory is None:
             buffer, out = in_turn(self._buffers, number), in_turn(self._private, number)
             by_messages = _ByMessages(group, buffer, out, op, result)
             self._handles[slot] = by_messages
@@ -131,10 +133,13 @@ class Window:
         group.sequence += 1
         group.calls["all_reduce"] += 1
         assert not isinstance(before, _ByMessages)
-        handle = Reduction(group, self._vectors, call, number, self.slots, before, lambda: result)
+        work = self._work(self._memory, number, group.size if op == "mean" else 1)
+        handle = Reduction(group, self._memory.flags, call, number, work, before, lambda: result)
         self._handles[slot] = handle
         group.flight.note(Record(group.sequence, describe(call, "window"), handle))
-        handle.begin()
+        handle.begin(released=number - self.slots)
+        if not handle.test():
+            waiting.enter(handle.test)
         return handle
 
     def destroy(self) -> None:
@@ -150,9 +155,10 @@ class Window:
             if isinstance(handle, Reduction):
                 handle.abandon()
         self._buffers, self._results, self._handles = [], [], []
-        vectors, self._vectors = self._vectors, None
-        if vectors is not None:
-            vectors.segment.free()
+        self._vectors = []
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.segment.free()
 
     def __enter__(self) -> "Window":
         return self
@@ -188,8 +194,14 @@ class Window:
             rule = f"reduction {before} of this window still reads it"
             raise ConfigError(explain("buffer", before % self.slots, rule, "Wait for it first"))
         number = self._number + 1
-        assert self._vectors is None or self._vectors.released(number - 2 * self.slots)
+        assert self._memory is None or self._memory.flags.reached(RELEASED, number - 2 * self.slots)
         return number
+
+    def _work(self, memory: Memory, number: int, divisor: int) -> Work:
+        """Return what this rank adds up in reduction `number`."""
+        operands = [in_turn(of_rank, number)[self._plan.own] for of_rank in self._vectors]
+        tag = memory.tag + number % 2
+        return Work(operands, divisor, self._plan.messages, memory.team.across, tag)
 
 
 class _ByMessages:
@@ -245,15 +257,3 @@ def _agree(group: "ProcessGroup", n: int, dtype: Any, slots: int) -> tuple[int, 
             + describe_groups({rank: words for rank, (_, words) in enumerate(told)})
         )
     return int(n), kind, slots
-
-
-def _say_once(group: "ProcessGroup", reason: str) -> None:
-    if group.rank == 0 and reason not in _said:
-        _said.add(reason)
-        log.warning("mpipar: windows use messages and private memory: %s", reason)
-
-
-def _read_only(result: np.ndarray) -> np.ndarray:
-    view = result.view()
-    view.flags.writeable = False
-    return view

@@ -58,12 +58,13 @@ class DataParallel:
         op: str = "mean",
         *,
         wire_dtype: Any = None,
+        shared: bool | None = None,
     ) -> None:
         """Collective over `comm`: every rank gets the parameters of rank 0.
 
         accumulation_steps: backward communicates every so many times, and the gradient is the mean
         over them.
-        bucket_mb, wire_dtype: those of GradientSynchronizer.
+        bucket_mb, wire_dtype, shared: those of GradientSynchronizer.
         op: "mean" over the ranks, or "sum", for losses that are terms of one mean (`token_mean`).
 
         Raises ConfigError for settings that cannot work, and MismatchError on every rank if the
@@ -74,8 +75,8 @@ class DataParallel:
             raise ConfigError(explain("accumulation_steps", accumulation_steps, rule, "Pass 1"))
         self.module, self.comm, self.accumulation_steps = module, comm, accumulation_steps
         self._params = [param for param in module.parameters() if param.requires_grad]
-        how = {"wire_dtype": wire_dtype, "steps": accumulation_steps, "into_buckets": True}
-        self._synchronizer = GradientSynchronizer(comm, bucket_mb, op, **how)
+        how = {"wire_dtype": wire_dtype, "steps": accumulation_steps, "shared": shared}
+        self._synchronizer = GradientSynchronizer(comm, bucket_mb, op, into_buckets=True, **how)
         self._synchronizer.register(self._params[::-1])  # backward meets the last one first
         self._synchronizer.start()
         self._copy_state(src=0)

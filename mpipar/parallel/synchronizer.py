@@ -22,6 +22,7 @@ The first step's buckets follow the order of registration, later ones the order 
 gradients arrive.  Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from mpipar.arrays import Array
 from mpipar.arrays import dtype as dtype_of
 from mpipar.autograd import Tensor, add_pump
 from mpipar.comm import buckets, waiting
+from mpipar.comm.slots import Slots, name_of
 from mpipar.errors import ConfigError, MismatchError, StateError, explain
 from mpipar.parallel.communicator import Communicator
 
@@ -58,6 +60,7 @@ class GradientSynchronizer:
         wire_dtype: Any = None,
         steps: int = 1,
         into_buckets: bool = False,
+        shared: bool | None = None,
     ) -> None:
         """Settings, the same on every rank; `start` is collective.
 
@@ -68,10 +71,14 @@ class GradientSynchronizer:
         steps: how many gradients were added up in each one that is submitted; the result is divided
         by it.
         into_buckets: let backward write the gradients of Parameters straight to the buckets.
+        shared: whether buckets lie in memory that the ranks of a node share.  The results then lie
+        there once for all ranks, and cannot be written.  None: yes, where all ranks are on one
+        node, nothing asks for messages (an algorithm, a wire_dtype, MPIPAR_WINDOWS=0) and there is
+        room in /dev/shm: p + 1 times the bytes of the gradients.
 
         Raises ConfigError for settings that cannot work.
         """
-        buckets.check_settings(bucket_mb, op, steps, wire_dtype)
+        buckets.check_settings(bucket_mb, op, steps, wire_dtype, shared)
         self.comm, self.op, self.steps = comm, op, steps
         self.bucket_mb = bucket_mb
         self.counted = False  # whether each step begins by counting who takes part
@@ -80,11 +87,10 @@ class GradientSynchronizer:
         few = comm.size <= DIRECT_RANKS and group.nodes.count == 1 and group.algorithm == "auto"
         self._algorithm = "direct" if few else None  # the fewest rounds, where that is no waste
         self._wire = None if wire_dtype is None or comm.size == 1 else dtype_of(wire_dtype)
-        self._into_buckets = into_buckets
+        self._shared = shared
+        self._slots = Slots(into_buckets)
         self._link: Communicator | None = None
         self._started = self._running = False
-        self._slots: dict[int, buckets.Slot] = {}
-        self._list: list[buckets.Slot] = []
         self._buckets: Any = None
         self._agreement: Any = None  # the question in flight whether all registered the same
         self._stale = True  # parameters were registered after the buckets were made
@@ -109,9 +115,11 @@ class GradientSynchronizer:
             name = f"gradients of {self.comm.name}"
             self._link = Communicator(group.raw, self.comm.device, name, **how)
             self._link.process_group.calls = group.calls  # they count as the group's
-        if self._list:
-            self._build()
+        if self._slots.all:
+            self._ask()
             self._agreed(wait=True)
+            self._share()
+            self._fill(range(len(self._slots.all)))
         return self
 
     def close(self) -> None:
@@ -120,9 +128,7 @@ class GradientSynchronizer:
             return
         self._started = False
         self._reset()
-        for slot in self._list:
-            if self._into_buckets and hasattr(slot.param, "home"):
-                slot.param.home = None
+        self._slots.give_back()
         if self._link is not None:
             self._link.destroy()
             self._link = None
@@ -152,12 +158,8 @@ class GradientSynchronizer:
             rule = "parameters are registered between steps, not within one"
             raise StateError(explain("register", "a step that began", rule, "Call sync() first"))
         for param in [params] if isinstance(params, Tensor) else params:
-            slot = self._slots.get(id(param))
-            if slot is None:
-                slot = self._slots[id(param)] = buckets.Slot(param, len(self._list), uses)
-                self._list.append(slot)
+            if self._slots.add(param, uses):
                 self._stale, self._arrivals = True, []
-            slot.uses = slot.left = uses
 
     def submit(self, param: Any, grad: Any) -> None:
         """Hand in a gradient of `param`, an array of its shape and dtype; it is copied.
@@ -168,9 +170,9 @@ class GradientSynchronizer:
         Raises ConfigError if the parameter is not registered, StateError if it was submitted
         `uses` times in this step, BufferMismatchError or DtypeMismatchError if `grad` does not fit.
         """
-        slot = self._slot(param)
+        slot = self._slots.find(param)
         grad = grad.data if isinstance(grad, Tensor) else grad
-        self._check(slot, grad)
+        slot.check(grad)
         if not self._running:
             self._begin()
         if grad is not slot.view:
@@ -187,7 +189,7 @@ class GradientSynchronizer:
 
     def submitted(self, param: Any) -> bool:
         """Say whether this step has all of the parameter's gradient from this rank."""
-        return self._slot(param).left == 0
+        return self._slots.find(param).left == 0
 
     def sync(self) -> bool:
         """Collective: say that this rank has submitted all, and wait for the results.
@@ -199,10 +201,10 @@ class GradientSynchronizer:
         """
         if not self._running:
             self._begin()
-        used = np.array([slot.left < slot.uses for slot in self._list], np.uint8)
+        used = np.array([slot.left < slot.uses for slot in self._slots.all], np.uint8)
         try:
             self._agreed(wait=True)
-            for slot in self._list:
+            for slot in self._slots.all:
                 if slot.left == slot.uses:
                     slot.view.fill(0)
             self._buckets.finish(self._divisor)
@@ -213,7 +215,7 @@ class GradientSynchronizer:
 
     def device_of(self, param: Any) -> str:
         """Return where the gradient of `param` is reduced: "cpu" or "cuda"."""
-        return buckets.Item.like(self._slot(param).param.data).device
+        return buckets.Item.like(self._slots.find(param).param.data).device
 
     def snapshot(self, param: Any) -> Array | None:
         """Return a copy of the gradient of `param`: what this rank has submitted in this step so
@@ -221,11 +223,11 @@ class GradientSynchronizer:
 
         Raises StateError while its bucket is on its way.
         """
-        slot = self._slot(param)
+        slot = self._slots.find(param)
         if self._running and slot.left < slot.uses:
             if slot.bucket.handle is not None:
                 rule = "its gradient is being reduced"
-                raise StateError(explain("param", _name(param), rule, "Call sync() first"))
+                raise StateError(explain("param", name_of(param), rule, "Call sync() first"))
             return slot.view.copy()
         return None if param.grad is None else param.grad.copy()
 
@@ -249,7 +251,9 @@ class GradientSynchronizer:
             rule, fix = "it works between start() and close()", "Use it in a with block"
             raise StateError(explain("synchronizer", "not started", rule, fix))
         if self._stale:
-            self._build()
+            self._ask()
+            self._slots.memory = None  # to share some is collective: the end of the step does so
+            self._fill(range(len(self._slots.all)))
         self._running = True
         if not self.counted or self._link is None:
             self.counts = np.full(self.comm.size, self.steps)
@@ -265,13 +269,19 @@ class GradientSynchronizer:
     def _advance(self) -> None:
         """Advance what is in flight, and start what may start."""
         waiting.progress()
-        if not self._buckets.all_started and self._agreed(wait=False):
+        if not self._buckets.all_started and self._agreed(wait=False) and self._divides():
             self._buckets.start_complete()
+
+    def _divides(self) -> bool:
+        """Whether it is known what sums are divided by, if they are divided as they are added."""
+        return self._slots.memory is None or self._counting is None or self._counting.test()
 
     def _reduce(self, bucket: buckets.Bucket) -> Any:
         """Post the all-reduce of a bucket; return its handle."""
         if self._link is None:
             return None
+        if self._slots.memory is not None and bucket.place is not None:
+            return self._slots.memory.reduce(bucket.place, self._divisor(bucket))
         flat = bucket.outgoing()
         op = "mean" if self._divides_inside(bucket) else "sum"
         return self._link.all_reduce(flat, op, out=flat, algorithm=self._algorithm, async_op=True)
@@ -283,7 +293,7 @@ class GradientSynchronizer:
         the sum, by ranks times steps.
         """
         plain = self.steps == 1 and not self.counted
-        return self.op == "mean" and (plain or bucket.sixteen_bit)
+        return self.op == "mean" and bucket.place is None and (plain or bucket.sixteen_bit)
 
     def _divisor(self, bucket: buckets.Bucket) -> float:
         """Return what a sum that came back is still to be divided by."""
@@ -297,8 +307,7 @@ class GradientSynchronizer:
         if self._link is not None and used.size:
             self._wait_for_counts()
             self._link.all_reduce(used, "max", out=used)
-        for slot in self._list:
-            slot.param.grad = slot.view if used[slot.number] else None
+        self._slots.hand_out(used)
         if self._link is not None and self._arrivals is not None and used.any():
             self._settle(self._link)
 
@@ -313,7 +322,7 @@ class GradientSynchronizer:
         if self._pump is not None:
             self._pump.remove()
             self._pump = None
-        for slot in self._list:
+        for slot in self._slots.all:
             slot.left = slot.uses
         if self._buckets is not None:
             self._buckets.reset()
@@ -324,32 +333,31 @@ class GradientSynchronizer:
 
     # -- the buckets -----------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        """Make the buckets in the order of registration, and ask whether all ranks have them."""
-        self._fill(list(range(len(self._list))))
+    def _ask(self) -> None:
+        """Ask whether all ranks have registered the same."""
         self._stale = False
         if self._link is not None:
-            settings = (self.bucket_mb, self.op, self.steps, str(self._wire))
-            shapes = [(s.param.data.shape, s.param.data.dtype.name) for s in self._list]
-            self._agreement = buckets.Agreement(self._link, repr((settings, shapes)))
+            settings = (self.bucket_mb, self.op, self.steps, str(self._wire), self._shared)
+            self._agreement = buckets.Agreement(self._link, f"{settings}{self._slots.described()}")
 
-    def _fill(self, order: list[int]) -> None:
-        items = [buckets.Item.like(slot.param.data) for slot in self._list]
+    def _share(self) -> None:
+        """Collective: put the buckets into shared memory, if that is wanted and there is some."""
+        if self._link is not None and self._wire is None:
+            self._slots.share(self._link.process_group, self._shared)
+
+    def _fill(self, order: Sequence[int]) -> None:
         capacity = self.bucket_mb * buckets.MEGABYTE
-        self._buckets = buckets.Buckets(items, order, capacity, self._wire, self._reduce)
-        for slot in self._list:
-            slot.bucket = self._buckets.bucket_of[slot.number]
-            slot.view = self._buckets.view(slot.number)
-            if self._into_buckets and hasattr(slot.param, "home"):
-                slot.param.home = slot.view
+        self._buckets = self._slots.fill(order, capacity, self._wire, self._reduce)
 
     def _settle(self, link: Communicator) -> None:
         """Take the order in which rank 0 saw gradients arrive, for all steps from now on."""
-        seen = dict.fromkeys([*(self._arrivals or ()), *range(len(self._list))])
+        seen = dict.fromkeys([*(self._arrivals or ()), *range(len(self._slots.all))])
         order = np.array(list(seen), np.int64)
         order = link.broadcast(order, src=0, out=order)
         self._arrivals = None
-        if self._buckets.order != order.tolist():
+        if self._slots.memory is None:
+            self._share()
+        if self._slots.memory is not None or self._buckets.order != order.tolist():
             self._fill(order.tolist())
 
     def _agreed(self, wait: bool) -> bool:
@@ -368,27 +376,3 @@ class GradientSynchronizer:
                 "on every rank"
             )
         return True
-
-    # -- checks ----------------------------------------------------------------------------------
-
-    def _slot(self, param: Any) -> buckets.Slot:
-        slot = self._slots.get(id(param))
-        if slot is None:
-            rule = "it is not registered with this synchronizer"
-            raise ConfigError(explain("param", _name(param), rule, "Call register([param]) first"))
-        return slot
-
-    def _check(self, slot: buckets.Slot, grad: Any) -> None:
-        name = _name(slot.param)
-        if slot.left == 0:
-            rule = f"it was submitted {slot.uses} times in this step and is synced already"
-            fix = "Submit it once a step, or register it with uses= the number of its uses"
-            raise StateError(explain("param", name, rule, fix))
-        buckets.check_gradient(name, slot.param.data, grad)
-
-
-def _name(param: Any) -> str:
-    """Return what to call a parameter in a message."""
-    spec = getattr(param, "spec", None)
-    name = "" if spec is None else spec.name
-    return name or f"a tensor of shape {getattr(param, 'shape', None)}"

@@ -10,8 +10,12 @@ from mpi4py import MPI
 import mpipar as mp
 
 
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
+@pytest.fixture(params=["1", "0"], ids=["shared", "private"])
+def comm(
+    raw: MPI.Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[mp.Communicator]:
+    """A group whose ranks share buckets, or do not."""
+    monkeypatch.setenv("MPIPAR_WINDOWS", request.param)
     with mp.Communicator(raw) as made:
         yield made
 

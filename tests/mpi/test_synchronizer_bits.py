@@ -1,4 +1,4 @@
-"""reproducible=True: the same bytes for every bucket size, overlapped with backward or not."""
+"""reproducible=True: the same bytes for every bucket size, overlapped or not, shared or not."""
 
 from typing import Any
 
@@ -37,8 +37,8 @@ def digest(world: MPI.Intracomm, params: list[Any]) -> bytes:
     return mine
 
 
-def overlapped(comm: mp.Communicator, dtype: Any, bucket_mb: float) -> list[bytes]:
-    with mp.DataParallel(Net(dtype), comm, bucket_mb=bucket_mb) as net:
+def overlapped(comm: mp.Communicator, dtype: Any, bucket_mb: float, shared: bool) -> list[bytes]:
+    with mp.DataParallel(Net(dtype), comm, bucket_mb=bucket_mb, shared=shared) as net:
         found = []
         for _ in range(3):
             net.zero_grad()
@@ -47,10 +47,10 @@ def overlapped(comm: mp.Communicator, dtype: Any, bucket_mb: float) -> list[byte
         return found
 
 
-def afterwards(comm: mp.Communicator, dtype: Any, bucket_mb: float) -> list[bytes]:
+def afterwards(comm: mp.Communicator, dtype: Any, bucket_mb: float, shared: bool) -> list[bytes]:
     net = Net(dtype)
     params = net.parameters()
-    with mp.GradientSynchronizer(comm, bucket_mb) as synchronizer:
+    with mp.GradientSynchronizer(comm, bucket_mb, shared=shared) as synchronizer:
         synchronizer.register(params)
         found = []
         for step in range(3):
@@ -70,7 +70,8 @@ def test_the_same_bytes(world: MPI.Intracomm, dtype: str) -> None:
             bits
             for run in (overlapped, afterwards)
             for bucket_mb in BUCKETS.values()
-            for bits in run(comm, dtype_of(dtype), bucket_mb)
+            for shared in (False, True)
+            for bits in run(comm, dtype_of(dtype), bucket_mb, shared)
         ]
-    assert len(found) == 18
+    assert len(found) == 36
     assert len(set(found)) == 1

@@ -19,8 +19,12 @@ SHAPES = [(3, 2), (5,), (), (0,), (7, 7), (4, 0, 2), (1, 1)]
 TINY = 1e-6  # of a bucket, in 2^20 bytes: one parameter each
 
 
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Any:
+@pytest.fixture(params=["1", "0"], ids=["shared", "private"])
+def comm(
+    raw: MPI.Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """A group whose ranks share buckets, or do not."""
+    monkeypatch.setenv("MPIPAR_WINDOWS", request.param)
     with mp.Communicator(raw) as made:
         yield made
 
@@ -129,9 +133,9 @@ def test_nothing_crosses_other_collectives(comm: mp.Communicator) -> None:
 
 
 def test_later_buckets_are_in_the_order_that_rank_0_saw(comm: mp.Communicator) -> None:
-    """Two of four parameters fit in a bucket; which two do can be seen from the shared memory."""
+    """Two of four parameters fit in a bucket; which two do can be seen from their memory."""
     params = parameters([(16,)] * 4)
-    with mp.GradientSynchronizer(comm, 256 / 2**20) as synchronizer:
+    with mp.GradientSynchronizer(comm, 256 / 2**20, shared=False) as synchronizer:
         synchronizer.register(params)
         shared = []
         for _ in range(2):

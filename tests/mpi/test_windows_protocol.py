@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpipar as mp
-from mpipar.comm import shared_memory, window_reduction, windows
+from mpipar.comm import shared_memory, window_memory, window_reduction
 from mpipar.comm.waiting import progress
 
 STEPS = ["release", "ready", "add", "across", "reduced", "done", "fill", "read"]
@@ -206,7 +206,7 @@ def test_messages_in_place_of_windows_give_the_same_bits(
         if raw.size == 1:
             return
         monkeypatch.setenv("MPIPAR_FAKE_NODES", "0,1,2,3")
-    monkeypatch.setattr(windows, "_said", set())
+    monkeypatch.setattr(window_memory, "_said", set())
     with (
         caplog.at_level(logging.WARNING, "mpipar"),
         mp.Communicator(raw, reproducible=why == "reproducible") as comm,

@@ -120,7 +120,7 @@ def test_the_result_lies_once_in_a_node(comm: mp.Communicator) -> None:
         result = window.all_reduce()
         local = comm.process_group.windows.team.local
         if local.rank == 0:
-            window._vectors.results[1][2] = 77
+            window._vectors[0][1][2] = 77
         local.Barrier()
         assert result[2] == 77
         assert result[1] == comm.size

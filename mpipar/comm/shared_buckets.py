@@ -1,0 +1,204 @@
+"""Memory for gradient buckets that the ranks of a node share: the sums lie there once.
+
+    step          1   2   3   4
+    first rank    A   B   A   B     backward writes there, and there the sums lie afterwards
+    second rank   C   C   C   C     backward writes there
+    third rank    D   D   D   D
+
+    rank 1   backward writes C │ adds its block of A, C, D, in this order, to A │ reads all of A
+
+Nothing is copied: gradients are written where they are added, and read where the sum is.  Every
+bucket is a range of these vectors, whatever buckets there are; a step reduces each of them once, in
+one order on all ranks, so that three counters a rank (flags.py) serve all buckets.
+
+Who may still read when the next step writes?  A rank writes C again once ITS reductions of the step
+are done, and they are when all ranks have added what they needed of C.  The first rank writes A
+again two steps on: then all ranks have started all reductions of the step between, for which
+they had to have their gradients complete, so none reads the sums of two steps ago any more.  The
+sums of step k can be read, by every rank, until it starts to reduce those of step k + 1.
+
+Memory for n bytes of gradients and p ranks on a node: (p + 1) n bytes of /dev/shm (private buckets
+take p n, and while a bucket is added up by messages nearly twice its size).
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar.arrays import compute_dtype
+from mpipar.comm import waiting
+from mpipar.comm.calls import Call, describe
+from mpipar.comm.flight import TAG, Record
+from mpipar.comm.plan import Plan
+from mpipar.comm.shared_memory import TAGS, lack
+from mpipar.comm.window_memory import (
+    Memory,
+    in_turn,
+    lay_out,
+    read_only,
+    refusal,
+    say_once,
+    whole_lines,
+)
+from mpipar.comm.window_plan import compile_window
+from mpipar.comm.window_reduction import Reduction, Work
+from mpipar.errors import ConfigError, explain
+
+if TYPE_CHECKING:
+    from mpipar.comm.group import ProcessGroup
+
+
+@dataclass
+class Place:
+    """A bucket's range of the vectors; of each list, the steps use the elements in turn.
+
+    buffers: what this rank writes; results: the sums, read-only; operands: what it adds up.
+    """
+
+    buffers: list[np.ndarray]
+    results: list[np.ndarray]
+    operands: list[list[np.ndarray]] = field(repr=False)
+    messages: Plan | None
+
+
+class SharedBuckets:
+    """Vectors of one synchroniser, one a rank, and the reductions that are under way in them.
+
+    turn: the number of the step, for `in_turn`; the owner counts it on once a step is over.
+    """
+
+    def __init__(self, group: "ProcessGroup", memory: Memory, nbytes: int) -> None:
+        self.group, self.nbytes, self.turn = group, nbytes, 0
+        self._memory = memory
+        self._used = 0  # bytes that have been given to buckets
+        self._number = 0  # reductions started
+        self._last: Reduction | None = None
+        self._unpublished: deque[Reduction] = deque()
+        self._published: deque[Reduction] = deque()
+        group.windows.alive.append(self)
+
+    def clear(self) -> None:
+        """Forget all places: buckets are about to be laid out anew."""
+        self._used = 0
+
+    def place(self, n: int, dtype: np.dtype) -> Place:
+        """Return room for `n` elements behind what was given so far."""
+        team, start = self._memory.team, self._used
+        self._used += whole_lines(n * dtype.itemsize)
+        assert self._used <= self.nbytes
+        vectors = self._memory.typed(start, n, dtype)
+        wide, cut = compute_dtype(dtype).itemsize, self.group.segment_bytes
+        plan = compile_window(team.sizes, team.rank, n, wide, cut)
+        mine, results = vectors[team.nodes.local_rank], [read_only(v) for v in vectors[0]]
+        operands = [
+            [in_turn(of_rank, turn)[plan.own] for of_rank in vectors]
+            for turn in range(len(results))
+        ]
+        return Place(mine, results, operands, plan.messages)
+
+    def reduce(self, place: Place, divisor: float) -> "Pending":
+        """Start adding up a bucket, divided by `divisor`; every rank in the same order."""
+        group = self.group
+        self._number += 1
+        group.sequence += 1
+        group.calls["all_reduce"] += 1
+        buffer = in_turn(place.buffers, self.turn)
+        call = Call("all_reduce", "window", "sum", buffer.dtype, (buffer.size,))
+        tag = self._memory.tag + self._number % TAGS
+        operands = in_turn(place.operands, self.turn)
+        work = Work(operands, divisor, place.messages, self._memory.team.across, tag)
+        result = in_turn(place.results, self.turn)
+        flags, before = self._memory.flags, self._last
+        made = Reduction(group, flags, call, self._number, work, before, lambda: result)
+        group.flight.note(Record(group.sequence, describe(call, "window"), made))
+        self._last = made
+        self._unpublished.append(made)
+        made.begin()
+        if not self.test() and len(self._unpublished) + len(self._published) == 1:
+            waiting.enter(self.test)
+        return Pending(self, made)
+
+    def test(self) -> bool:
+        """Advance all that is under way, without waiting; say whether it is done."""
+        if not self._unpublished and not self._published:
+            return True
+        # The counters alone would not show that a rank has died: let the library look.
+        self.group.raw.Iprobe(MPI.ANY_SOURCE, TAG)
+        for reduction in self._unpublished:
+            reduction.advance()
+            if not reduction.added:
+                break
+        while self._unpublished and self._unpublished[0].published:
+            self._published.append(self._unpublished.popleft())
+        while self._published:
+            self._published[0].advance()
+            if not self._published[0].done:
+                return False
+            self._published.popleft()
+        return not self._unpublished
+
+    def holds(self, array: Any) -> bool:
+        """Say whether an array lies in this memory."""
+        parts = self._memory.segment.parts
+        return any(np.may_share_memory(array, part) for part in parts)
+
+    def destroy(self) -> None:
+        """Give the memory back; collective.  Using an array of it afterwards crashes."""
+        self.group.windows.alive.remove(self)
+        waiting.leave(self.test)
+        self._unpublished.clear()
+        self._published.clear()
+        self._memory.vectors.clear()
+        self._memory.segment.free()
+
+
+class Pending:
+    """A bucket that is being added up."""
+
+    __slots__ = ("_of", "_reduction")
+
+    def __init__(self, of: SharedBuckets, reduction: Reduction) -> None:
+        self._of, self._reduction = of, reduction
+
+    def test(self) -> bool:
+        """Advance without waiting; say whether the sum is there."""
+        return self._reduction.done or self._of.test() or self._reduction.done
+
+    def wait(self) -> None:
+        """Wait until the sum is there."""
+        if not self.test():
+            begin = time.perf_counter()
+            waiting.wait(self.test, self._of.group.flight)
+            self._of.group.seconds += time.perf_counter() - begin
+
+
+def reserve(group: "ProcessGroup", nbytes: int, wanted: bool | None) -> SharedBuckets | None:
+    """Return shared memory for buckets of `nbytes` in all, or None; collective.
+
+    wanted: None takes it on one node, where "auto" chooses the algorithm, if there is room; then a
+    lack of shared memory is said once.
+    Raises ConfigError on all ranks if it is True and there is none.
+    """
+    if wanted is False or nbytes == 0 or group.size == 1:
+        return None
+    if wanted is None and (group.nodes.count > 1 or group.algorithm != "auto"):
+        return None
+    team = group.windows.team
+    what = f"gradient buckets of {nbytes / 2**20:,.1f} MiB"
+    reason = refusal(group)
+    needed = nbytes * (1 + (team.nodes.local_rank == 0))
+    if not reason:
+        reason = lack(group, team, needed, what)
+    memory = None if reason else lay_out(group, team, nbytes, 1, what, TAGS)
+    if memory is not None:
+        return SharedBuckets(group, memory, nbytes)
+    reason = reason or "the MPI library cannot share memory here"
+    if wanted:
+        rule = f"gradients cannot be reduced in shared memory: {reason}"
+        raise ConfigError(explain("shared", True, rule, "Pass None or False"))
+    say_once(group, "gradient buckets", reason)
+    return None
