@@ -18,7 +18,7 @@ float32 part, subtracted from the scores, and the rest, which goes into the rows
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from mpipar.kernels.blocks import host, row_max
 TILE = 64  # queries; twice as many for long rows of keys, whose edge is a smaller share
 LONG = 512  # keys
 SCORES = 1 << 17  # elements of a tile's scores, all of its heads: 512 KiB in float32
+Pump = Callable[[], None]
 BOUND = 30.0  # scores up to this need no maximum subtracted: e^30 and its sums are far from limits
 
 
@@ -175,7 +176,7 @@ def _hidden(rows: int, columns: int, ahead: int) -> np.ndarray:
 
 
 def forward_cpu(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Mask
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Mask, pump: Pump
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return o and L, tile by tile."""
     batch, seq, heads, _ = q.shape
@@ -188,6 +189,7 @@ def forward_cpu(
         queries, results = (_rows_of(x, b, some, groups) for x in (q, out))
         keys = _Keys(k, v, b, some, mask)
         for tile in _tiles(seq, k.shape[1], mask):
+            pump()
             target, stats = results[:, :, tile.rows], lse[b, some, :, tile.rows]
             if not tile.seen:
                 target[...], stats[...] = 0, -np.inf
@@ -217,7 +219,7 @@ def _subtract_top(s: np.ndarray) -> np.ndarray:
 
 def backward_cpu(
     do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray,
-    lse: np.ndarray, delta: np.ndarray, mask: Mask,
+    lse: np.ndarray, delta: np.ndarray, mask: Mask, pump: Pump,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Return the gradients of q, k and v, tile by tile; lse and delta (B, H, S) are float64."""
     groups = k.shape[2]
@@ -233,6 +235,7 @@ def backward_cpu(
         values = _across(keys.values, extra=1)
         sums = np.zeros_like(keys.keys), np.zeros_like(keys.values)  # dk and dv (G, K, D)
         for tile in _tiles(q.shape[1], k.shape[1], mask):
+            pump()
             target = results[:, :, tile.rows]
             if not tile.seen:
                 target[...] = 0
@@ -295,13 +298,20 @@ def check(q: Any, k: Any, v: Any) -> None:
         raise ConfigError(explain("kv heads", k.shape[2], rule, "Change the number of heads"))
 
 
+def nothing() -> None:
+    """Do nothing between tiles."""
+
+
 def forward(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Mask
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Mask, pump: Pump = nothing
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return o (B, S, H, D) of q's dtype, and L (B, H, S) in float64."""
+    """Return o (B, S, H, D) of q's dtype, and L (B, H, S) in float64.
+
+    pump: called before every tile, so that messages advance meanwhile.
+    """
     host("attention", q, k, v)
     check(q, k, v)
-    return forward_cpu(q, k, v, mask)
+    return forward_cpu(q, k, v, mask, pump)
 
 
 def row_delta(do: np.ndarray, o: np.ndarray, dlse: np.ndarray | None = None) -> np.ndarray:
@@ -313,12 +323,13 @@ def row_delta(do: np.ndarray, o: np.ndarray, dlse: np.ndarray | None = None) -> 
 
 def backward(
     do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray,
-    lse: np.ndarray, delta: np.ndarray, mask: Mask,
+    lse: np.ndarray, delta: np.ndarray, mask: Mask, pump: Pump = nothing,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Return the gradients of q, k and v.
 
     lse: L, and delta: D by `row_delta`.  Where k and v are one block of a longer sequence (ring
-    attention), these are the L and D of all keys, and the results are the block's part.
+    attention), these are the L and D of all keys, and the results are the block's part.  pump: as
+    for `forward`.
     """
     host("attention", do, q, k, v)
-    return backward_cpu(do, q, k, v, lse, delta, mask)
+    return backward_cpu(do, q, k, v, lse, delta, mask, pump)

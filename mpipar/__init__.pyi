@@ -27,6 +27,11 @@ from .nn import Spec as Spec
 from .parallel.clip import clip_factor as clip_factor
 from .parallel.clip import clip_grad_norm as clip_grad_norm
 from .parallel.communicator import Communicator as Communicator
+from .parallel.context.attend import attention_over as attention_over
+from .parallel.context.attend import context_attention as context_attention
+from .parallel.context.attend import ring_attention as ring_attention
+from .parallel.context.attend import ulysses_attention as ulysses_attention
+from .parallel.context.layout import context_positions as context_positions
 from .parallel.data import sum_gradients as sum_gradients
 from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.loss import token_mean as token_mean

@@ -262,20 +262,36 @@ def all_to_all(
 
 
 def shift(
-    group: ProcessGroup, x: Any, offset: int, out: Any, algorithm: str | None, async_op: bool
+    group: ProcessGroup,
+    x: Any,
+    offset: int,
+    out: Any,
+    algorithm: str | None,
+    async_op: bool,
+    dim: int = -1,
+    sizes: Sequence[int] | None = None,
 ) -> Any:
-    """Rank r gets the x of rank r - offset; shapes are equal on all ranks."""
+    """Rank r gets the x of rank r - offset.
+
+    Shapes are equal on all ranks, or differ along `dim`: `sizes` are those of every rank's x.
+    """
     with checking(group, "shift") as agreed:
         x = as_array(x)
         if not isinstance(offset, int | np.integer):
             raise ConfigError(explain("offset", offset, "it must be a whole number", "Pass 1"))
-        result = result_array(out, x.shape, x.dtype)
+        shape, counts, loose = x.shape, (x.size,) * group.size, f"shape {x.shape}"
+        if sizes is not None:
+            dim = axis(dim, x.ndim)
+            _own(group, tuple(sizes), x.shape[dim])
+            shape = with_size(shape, dim, sizes[(group.rank - offset) % group.size])
+            counts = tuple(size * _rest(shape, dim) for size in sizes)
+            loose = f"shape {with_size(shape, dim, 0)}, dim={dim}, sizes={tuple(sizes)}"
+        result = result_array(out, shape, x.dtype)
         require_apart(x, out, group.size == 1, "")
         if agreed.wanted:
-            agreed.on(x.dtype, f"shape {x.shape}, offset={offset}")
-        sizes = (x.size,) * group.size
+            agreed.on(x.dtype, f"{loose}, offset={offset}")
         call = Call(
-            "shift", group.asked(algorithm), None, x.dtype, sizes, offset=offset % group.size
+            "shift", group.asked(algorithm), None, x.dtype, counts, offset=offset % group.size
         )
     return group.start(call, flat(x), result.reshape(-1), lambda: result, async_op)
 

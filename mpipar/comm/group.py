@@ -78,6 +78,7 @@ class ProcessGroup:
         self._kept_bytes = 0
         self.small: dict[Key, SmallReduce] = {}
         self.windows = Windows(self)
+        self.owned: dict[Any, Any] = {}  # communicators made of this one's ranks, by any key
 
     def _refuse(self, mine: str, wrong: str) -> NoReturn:
         """Raise on every rank: an option is wrong, or they differ."""
@@ -116,6 +117,11 @@ class ProcessGroup:
             raise ConfigError(explain("algorithm", algorithm, "it must be a name", 'Pass "auto"'))
         return algorithm
 
+    @property
+    def all_seconds(self) -> float:
+        """Seconds inside collectives, those of the communicators that this one owns included."""
+        return self.seconds + sum(part.seconds for part in self.owned.values())
+
     def destroy(self) -> None:
         """Wait for what is in flight, and free everything of MPI; a second call does nothing."""
         if self.destroyed:
@@ -124,6 +130,8 @@ class ProcessGroup:
             for test in waiting.in_flight():
                 if getattr(test.__self__, "comm", None) is self.raw:  # type: ignore[attr-defined]
                     waiting.wait(test, self.flight)
+        for part in self.owned.values():
+            part.destroy()
         self.windows.close()
         self.destroyed = True
         self.flight.close()

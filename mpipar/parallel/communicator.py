@@ -88,7 +88,7 @@ class Communicator:
     @property
     def seconds(self) -> float:
         """Seconds that this rank has spent inside collectives."""
-        return self.process_group.seconds
+        return self.process_group.all_seconds
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Communicator cannot be copied or pickled; make another one of its ranks")
