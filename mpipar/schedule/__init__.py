@@ -33,6 +33,7 @@ from mpipar.schedule.registry import Generator, algorithms, generators, make
 from mpipar.schedule.replay import replay
 from mpipar.schedule.segment import segment
 from mpipar.schedule.simulate import Result, simulate
+from mpipar.schedule.stagger import stagger
 from mpipar.schedule.text import describe, parse_rounds
 from mpipar.schedule.transpose import transpose
 from mpipar.schedule.verify import Counts, count, verify
@@ -63,6 +64,7 @@ __all__ = [
     "replay",
     "segment",
     "simulate",
+    "stagger",
     "survivors",
     "transpose",
     "verify",

@@ -40,23 +40,26 @@ def halves(p: int, **_: object) -> int:
 )
 def all_reduce(p: int, rank: int) -> Iterator[Round]:
     """Yield 2 log2 p rounds for a power of two; else two more on the ranks that fold."""
-    yield from exchange(p, rank, first=0, member=int)
+    yield from filter(None, exchange(p, rank, first=0, member=int))
 
 
 def exchange(p: int, me: int, first: int, member: Callable[[int], int]) -> Iterator[Round]:
     """Yield the rounds of member `me` of a group of `p`, on the chunks from `first` on.
 
-    `member(i)` returns the rank of the group's i-th member.
+    `member(i)` returns the rank of the group's i-th member.  All members number their rounds alike:
+    one with nothing to do has an empty round.
     """
     folding = fold(p)
     everything = range(first, first + folding.size)
     if folding.folded(me):
         yield tuple(Send(member(me - 1), chunk) for chunk in everything)
+        yield from ((),) * (2 * folding.size.bit_length() - 2)
         yield tuple(Recv(member(me - 1), chunk) for chunk in everything)
         return
     partner, position = folding.partner(me), folding.position(me)
-    if partner is not None:
-        yield tuple(RecvReduce(member(partner), chunk) for chunk in everything)
+    if folding.extra:
+        paired = everything if partner is not None else range(0)
+        yield tuple(RecvReduce(member(me + 1), chunk) for chunk in paired)
     steps = []  # (peer, the half that is kept, the half that is given away)
     kept, distance = everything, 1
     while distance < folding.size:
@@ -71,5 +74,5 @@ def exchange(p: int, me: int, first: int, member: Callable[[int], int]) -> Itera
         distance *= 2
     for peer, kept, given in reversed(steps):
         yield (*(Send(peer, chunk) for chunk in kept), *(Recv(peer, chunk) for chunk in given))
-    if partner is not None:
-        yield tuple(Send(member(partner), chunk) for chunk in everything)
+    if folding.extra:
+        yield tuple(Send(member(me + 1), chunk) for chunk in paired)

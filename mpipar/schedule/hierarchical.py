@@ -15,6 +15,9 @@ ranks 0, 1 and 2.
 A shard is cut again into 2^k chunks, for the halving.  Nodes are consecutive ranks, operands inside
 a node meet in rank order, and halving-doubling keeps the order of nodes: so rank order is kept.
 
+All ranks number their rounds alike, so that `stagger` can cut the vector into parts that follow one
+another: while one part is inside the nodes, another is between them.
+
 Cost for n bytes, N nodes of L ranks: 2 (L-1) alpha + 2 (L-1)/L n beta inside, and 2 log2 N alpha +
 2 (N-1)/N n/L beta across (for N a power of two).
 """
@@ -62,7 +65,7 @@ def all_reduce(p: int, rank: int, nodes: tuple[int, ...]) -> Iterator[Round]:
     own = owned[rank]
     others = [*range(rank + 1, local.stop), *range(local.start, rank)]  # from the next one round
     foreign = [(c, who) for who in others for c in owned[who]]
-    if others:
+    if shards > 1:  # a rank alone on its node keeps the round: rounds are numbered alike
         sends = [Send(who, c) for c, who in foreign]
         yield (*sends, *(RecvReduce(peer, c) for peer in others for c in own))
     across = [
@@ -71,6 +74,6 @@ def all_reduce(p: int, rank: int, nodes: tuple[int, ...]) -> Iterator[Round]:
     ]
     for rounds in zip(*across, strict=True):  # one round of each shard at a time
         yield tuple(op for ops in rounds for op in ops)
-    if others:
+    if shards > 1:
         sends = [Send(peer, c) for peer in others for c in own]
         yield (*sends, *(Recv(who, c) for c, who in foreign))

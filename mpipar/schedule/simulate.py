@@ -5,7 +5,8 @@ The model (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, section 3), kept to t
 - A message of n bytes takes alpha + n beta seconds, n added bytes take n gamma.  Alpha and beta
   have one value inside a node and one between nodes.
 - A rank sends one message at a time, in the order listed, and takes in one at a time, in the order
-  in which they arrive, both at once.
+  in which they arrive, both at once.  It does so inside its node, and at the same time also between
+  nodes: these are different wires.
 - In shared memory nothing is sent: a reader waits until the rank it reads from has come to its
   round, and then takes alpha + n beta of a node for each rank that it reads from, one by one.
 - Sends are eager: a message travels whether or not its receiver has come to its round.
@@ -189,18 +190,19 @@ class _Run:
         """Compute one rank's times, yielding where it needs a message that is not sent yet."""
         p, gamma, link, key_of = self.schedule.ranks, self.network.gamma, self.link, self.key
         posted, waiting, keep, taken = self.posted, self.waiting, self.keep, dict[int, int]()
-        now = port = added = 0.0  # when the round begins, the last message is in, additions end
+        now = added = 0.0  # when the round begins, and when additions end
+        ports = [0.0, 0.0]  # when the last message is in, between nodes and inside
         sent_bytes, sent_messages = 0.0, 0
         fresh: Container[int] = ()  # the chunks that are being added
         for index, ops in enumerate(self.schedule.rounds(rank)):
             if self.schedule.shared:
                 self._begin(rank, max(now, added))
             sends, receives, addition, fresh, reads = self._messages(ops, fresh)
-            sent, room = now, self.room  # room: whether spans are still kept
+            out, room = [now, now], self.room  # room: whether spans are still kept
             for late, peer, size in sends:
-                alpha, beta = link(rank, peer)
-                start = added if late and added > sent else sent
-                sent = start + alpha + size * beta
+                alpha, beta, near = link(rank, peer)
+                start = added if late and added > out[near] else out[near]
+                sent = out[near] = start + alpha + size * beta
                 sent_bytes += size
                 sent_messages += 1
                 key = rank * p + peer
@@ -221,25 +223,23 @@ class _Run:
             if len(arrived) > 1:
                 arrived.sort()
             for arrival, peer, size in arrived:
-                flow = size * link(rank, peer)[1]
-                port += flow
-                if arrival > port:
-                    port = arrival
+                _, beta, near = link(rank, peer)
+                flow = size * beta
+                port = ports[near] = max(arrival, ports[near] + flow)
                 if room:
                     self._note(rank, f"from {peer}", "recv", port - flow, port, peer, size)
+            done = max(*out, *ports)
             for peer, size in reads:
                 source = self.view(peer, rank)[0] if self.view else peer
                 while len(self.began[source]) <= index and source not in self.finish:
                     yield -1 - source, rank, index, peer
                 there = self.began[source][index:] or [self.finish[source]]
-                alpha, beta = link(rank, peer)
-                start = max(sent, port, there[0])
-                sent = start + alpha + size * beta
+                alpha, beta, _ = link(rank, peer)
+                start = max(done, there[0])
+                done = start + alpha + size * beta
                 if room:
-                    self._note(rank, f"read {peer}", "recv", start, sent, peer, size)
-            now = sent if sent > port else port
-            if added > now:
-                now = added
+                    self._note(rank, f"read {peer}", "recv", start, done, peer, size)
+            now = max(done, added)
             if addition:
                 added = now + addition * gamma
                 if room:
@@ -303,12 +303,13 @@ class _Run:
             sender, receiver = self.view(sender, receiver)
         return sender * self.schedule.ranks + receiver
 
-    def _link(self, rank: int, peer: int) -> tuple[float, float]:
-        """Return alpha and beta of what `rank` sends to `peer` or receives from it."""
+    def _link(self, rank: int, peer: int) -> tuple[float, float, bool]:
+        """Return alpha and beta of what `rank` sends to `peer` or receives from it, and whether
+        both are in one node."""
         network, node = self.network, self.node[rank]
         if node == self.node[peer]:
-            return network.alpha_intra, network.beta_intra
-        return network.alpha, network.beta * self.share.get(node, 1)
+            return network.alpha_intra, network.beta_intra, True
+        return network.alpha, network.beta * self.share.get(node, 1), False
 
     def share_links(self) -> None:
         """Find for each node how many of its ranks talk to other nodes."""

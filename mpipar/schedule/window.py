@@ -42,12 +42,10 @@ from mpipar.schedule.registry import register
 def all_reduce(p: int, rank: int, nodes: tuple[int, ...]) -> Iterator[Round]:
     """Yield a round of reading and adding, the rounds across the nodes, and a round of reading.
 
-    A rank alone on its node has nothing to read, but keeps the round: rounds are numbered alike.
+    A rank alone on its node has nothing to read, but keeps the rounds: they are numbered alike.
     """
     first = max(start for start in starts(nodes) if start <= rank)
     local = range(first, first + nodes[starts(nodes).index(first)])
-    if len(local) == 1:
-        yield ()
     for ops in by_messages(p, rank, nodes):
         yield tuple(op for op in (_in_memory(op, local) for op in ops) if op is not None)
 

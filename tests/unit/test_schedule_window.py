@@ -54,9 +54,9 @@ def test_one_node_of_4_ranks():
     )
 
 
-def test_a_rank_alone_on_its_node_keeps_the_round():
+def test_a_rank_alone_on_its_node_keeps_the_rounds():
     assert describe(make("all_reduce", "window", 4, nodes=(3, 1))).split("\n")[3] == (
-        "3: - | 0>0 1+0 2>1 3+1 4>2 5+2 | 1>0 0<0 3>1 2<1 5>2 4<2"
+        "3: - | 0>0 1+0 2>1 3+1 4>2 5+2 | 1>0 0<0 3>1 2<1 5>2 4<2 | -"
     )
 
 
