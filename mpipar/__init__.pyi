@@ -34,8 +34,12 @@ from .parallel.context.attend import ulysses_attention as ulysses_attention
 from .parallel.context.layout import context_positions as context_positions
 from .parallel.data import sum_gradients as sum_gradients
 from .parallel.data_parallel import DataParallel as DataParallel
+from .parallel.fsdp import FSDP as FSDP
+from .parallel.fsdp import FsdpConfig as FsdpConfig
+from .parallel.fsdp import LossScaler as LossScaler
 from .parallel.loss import token_mean as token_mean
 from .parallel.mesh import Mesh as Mesh
+from .parallel.pipeline import Pipeline as Pipeline
 from .parallel.powersgd import PowerSGD as PowerSGD
 from .parallel.replicated import all_gather_sequence as all_gather_sequence
 from .parallel.replicated import copy_to as copy_to
