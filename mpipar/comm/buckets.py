@@ -19,7 +19,6 @@ import numpy as np
 from mpipar.arrays import Array, is_device, is_sixteen_bit, module
 from mpipar.arrays import dtype as dtype_of
 from mpipar.comm.shared_buckets import SharedBuckets
-from mpipar.comm.window_memory import in_turn
 from mpipar.errors import BufferMismatchError, ConfigError, DtypeMismatchError, explain
 
 MEGABYTE = 1 << 20
@@ -69,8 +68,8 @@ class Bucket:
     """A flat buffer, and a view of it for each item.
 
     wire: None, or the 16-bit dtype in which wider numbers travel.
-    memory: shared memory for it.  Then the buffer may be another one in each turn, and what comes
-    back is `results`, which cannot be written; else these are `views`.
+    memory: shared memory for it; what comes back is `results` then, which cannot be written, and
+    else it is `views`.
     """
 
     def __init__(
@@ -85,22 +84,13 @@ class Bucket:
         size = sum(math.prod(items[number].shape) for number in numbers)
         place = None if memory is None else memory.place(size, kind.dtype)
         self.numbers, self.place, self.size = numbers, place, size
-        self._buffers = place.buffers if place else [xp.empty(size, kind.dtype)]
-        self._views = [_cut(buffer, numbers, items) for buffer in self._buffers]
-        self._results = self._views
-        if place:
-            self._results = [_cut(result, numbers, items) for result in place.results]
-        self.begin(0 if memory is None else memory.turn)
+        self.buffer: Array = place.buffer if place else xp.empty(size, kind.dtype)
+        self.views = _cut(self.buffer, numbers, items)
+        self.results = _cut(place.result, numbers, items) if place else self.views
         self.missing = len(numbers)  # items that are not complete on this rank
         self.handle: Any = None  # of the all-reduce in flight
         narrows = wire is not None and kind.dtype.itemsize > 2
         self._wire: Array | None = xp.empty(size, wire) if narrows else None
-
-    def begin(self, turn: int) -> None:
-        """Take the buffers of a turn."""
-        self.buffer: Array = in_turn(self._buffers, turn)
-        self.views: dict[int, Array] = in_turn(self._views, turn)
-        self.results: dict[int, Array] = in_turn(self._results, turn)
 
     @property
     def sixteen_bit(self) -> bool:
@@ -130,7 +120,8 @@ class Bucket:
 
 def _cut(flat: Array, numbers: list[int], items: Sequence[Item]) -> dict[int, Array]:
     """Return a view of a flat array for each item, one behind the other."""
-    views, start = {}, 0
+    views: dict[int, Array] = {}
+    start = 0
     for number in numbers:
         stop = start + math.prod(items[number].shape)
         views[number] = flat[start:stop].reshape(items[number].shape)

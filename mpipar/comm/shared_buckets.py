@@ -1,21 +1,18 @@
 """Memory for gradient buckets that the ranks of a node share: the sums lie there once.
 
-    step          1   2   3   4
-    first rank    A   B   A   B     backward writes there, and there the sums lie afterwards
-    second rank   C   C   C   C     backward writes there
-    third rank    D   D   D   D
-
-    rank 1   backward writes C │ adds its block of A, C, D, in this order, to A │ reads all of A
+    rank 0   backward writes A │ adds its block of A, B, C, D to R │ reads all of R
+    rank 1   backward writes B │ adds its block of A, B, C, D to R │ reads all of R
+    rank 2   backward writes C │ ...
 
 Nothing is copied: gradients are written where they are added, and read where the sum is.  Every
 bucket is a range of these vectors, whatever buckets there are; a step reduces each of them once, in
 one order on all ranks, so that three counters a rank (flags.py) serve all buckets.
 
-Who may still read when the next step writes?  A rank writes C again once ITS reductions of the step
-are done, and they are when all ranks have added what they needed of C.  The first rank writes A
-again two steps on: then all ranks have started all reductions of the step between, for which
-they had to have their gradients complete, so none reads the sums of two steps ago any more.  The
-sums of step k can be read, by every rank, until it starts to reduce those of step k + 1.
+Who may still read when others write?  A rank writes its own vector again once ITS reductions of the
+step are done, and they are when all ranks have added what they needed of it.  A bucket's range of R
+is written again when all ranks have started to reduce that bucket in the next step, for which
+they had to have its gradients complete: so a rank may read a sum until then, and add to it in its
+own vector.  Before buckets are laid out anew, what lies in R is copied.
 
 Memory for n bytes of gradients and p ranks on a node: (p + 1) n bytes of /dev/shm (private buckets
 take p n, and while a bucket is added up by messages nearly twice its size).
@@ -23,7 +20,7 @@ take p n, and while a bucket is added up by messages nearly twice its size).
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,11 +30,9 @@ from mpipar.arrays import compute_dtype
 from mpipar.comm import waiting
 from mpipar.comm.calls import Call, describe
 from mpipar.comm.flight import TAG, Record
-from mpipar.comm.plan import Plan
 from mpipar.comm.shared_memory import TAGS, lack
 from mpipar.comm.window_memory import (
     Memory,
-    in_turn,
     lay_out,
     read_only,
     refusal,
@@ -54,25 +49,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Place:
-    """A bucket's range of the vectors; of each list, the steps use the elements in turn.
+    """A bucket's range: what this rank writes, the sum (read-only), and how it is added up."""
 
-    buffers: what this rank writes; results: the sums, read-only; operands: what it adds up.
-    """
-
-    buffers: list[np.ndarray]
-    results: list[np.ndarray]
-    operands: list[list[np.ndarray]] = field(repr=False)
-    messages: Plan | None
+    buffer: np.ndarray
+    result: np.ndarray
+    work: Work
 
 
 class SharedBuckets:
-    """Vectors of one synchroniser, one a rank, and the reductions that are under way in them.
-
-    turn: the number of the step, for `in_turn`; the owner counts it on once a step is over.
-    """
+    """Vectors of one synchroniser, one a rank, and the reductions that are under way in them."""
 
     def __init__(self, group: "ProcessGroup", memory: Memory, nbytes: int) -> None:
-        self.group, self.nbytes, self.turn = group, nbytes, 0
+        self.group, self.nbytes = group, nbytes
         self._memory = memory
         self._used = 0  # bytes that have been given to buckets
         self._number = 0  # reductions started
@@ -90,15 +78,13 @@ class SharedBuckets:
         team, start = self._memory.team, self._used
         self._used += whole_lines(n * dtype.itemsize)
         assert self._used <= self.nbytes
-        vectors = self._memory.typed(start, n, dtype)
+        (total, first), *others = self._memory.typed(start, n, dtype)
+        vectors = [first, *(vector for (vector,) in others)]
         wide, cut = compute_dtype(dtype).itemsize, self.group.segment_bytes
         plan = compile_window(team.sizes, team.rank, n, wide, cut)
-        mine, results = vectors[team.nodes.local_rank], [read_only(v) for v in vectors[0]]
-        operands = [
-            [in_turn(of_rank, turn)[plan.own] for of_rank in vectors]
-            for turn in range(len(results))
-        ]
-        return Place(mine, results, operands, plan.messages)
+        operands, own = [vector[plan.own] for vector in vectors], total[plan.own]
+        work = Work(operands, own, 1, plan.messages, team.across, self._memory.tag)
+        return Place(vectors[team.nodes.local_rank], read_only(total), work)
 
     def reduce(self, place: Place, divisor: float) -> "Pending":
         """Start adding up a bucket, divided by `divisor`; every rank in the same order."""
@@ -106,14 +92,12 @@ class SharedBuckets:
         self._number += 1
         group.sequence += 1
         group.calls["all_reduce"] += 1
-        buffer = in_turn(place.buffers, self.turn)
-        call = Call("all_reduce", "window", "sum", buffer.dtype, (buffer.size,))
+        dtype, n = place.buffer.dtype, place.buffer.size
+        call = Call("all_reduce", "window", "sum", dtype, (n,))
         tag = self._memory.tag + self._number % TAGS
-        operands = in_turn(place.operands, self.turn)
-        work = Work(operands, divisor, place.messages, self._memory.team.across, tag)
-        result = in_turn(place.results, self.turn)
+        work = replace(place.work, divisor=divisor, tag=tag)
         flags, before = self._memory.flags, self._last
-        made = Reduction(group, flags, call, self._number, work, before, lambda: result)
+        made = Reduction(group, flags, call, self._number, work, before, lambda: place.result)
         group.flight.note(Record(group.sequence, describe(call, "window"), made))
         self._last = made
         self._unpublished.append(made)

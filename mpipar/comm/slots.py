@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar.comm import buckets
 from mpipar.comm.shared_buckets import SharedBuckets, reserve
-from mpipar.comm.window_memory import whole_lines
+from mpipar.comm.window_memory import read_only, whole_lines
 from mpipar.errors import ConfigError, StateError, explain
 
 
@@ -94,43 +94,38 @@ class Slots:
         reduce: Callable[[buckets.Bucket], Any],
     ) -> buckets.Buckets:
         """Lay out buckets, filled in this order, and return them."""
+        for slot in self.all:  # the memory is about to be used otherwise
+            if self._shares(slot.param.grad):
+                slot.param.grad = read_only(slot.param.grad.copy())  # as later ones will be
         made = buckets.Buckets(self._items(), order, capacity, wire, reduce, self.memory)
         for slot in self.all:
             slot.bucket = made.bucket_of[slot.number]
-        self._house()
+            slot.view = slot.bucket.views[slot.number]
+            if self._into and hasattr(slot.param, "home"):
+                slot.param.home = slot.view
         return made
 
     def hand_out(self, used: np.ndarray) -> None:
-        """Leave the results in the parameters, None where `used` is 0; a new turn begins."""
-        turns = self.memory
+        """Leave the results in the parameters, None where `used` is 0."""
         for slot in self.all:
             slot.param.grad = slot.bucket.results[slot.number] if used[slot.number] else None
-        if turns is not None:
-            turns.turn += 1
-            for bucket in {id(slot.bucket): slot.bucket for slot in self.all}.values():
-                bucket.begin(turns.turn)
-            self._house()
 
     def give_back(self) -> None:
         """Let backward write where it likes; copy the gradients that lie in shared memory."""
         for slot in self.all:
-            param = slot.param
-            if self._into and hasattr(param, "home"):
-                param.home = None
-            if param.grad is not None and any(m.holds(param.grad) for m in self._memories):
-                param.grad = param.grad.copy()
+            if self._into and hasattr(slot.param, "home"):
+                slot.param.home = None
+            if self._shares(slot.param.grad):
+                slot.param.grad = slot.param.grad.copy()
         self._memories.clear()
         self.memory = None
 
+    def _shares(self, grad: Any) -> bool:
+        """Say whether a gradient lies in shared memory."""
+        return grad is not None and any(memory.holds(grad) for memory in self._memories)
+
     def _items(self) -> list[buckets.Item]:
         return [buckets.Item.like(slot.param.data) for slot in self.all]
-
-    def _house(self) -> None:
-        """Say where the gradients of the next step shall lie."""
-        for slot in self.all:
-            slot.view = slot.bucket.views[slot.number]
-            if self._into and hasattr(slot.param, "home"):
-                slot.param.home = slot.view
 
 
 def name_of(param: Any) -> str:

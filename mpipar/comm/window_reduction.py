@@ -52,12 +52,13 @@ pause: Callable[[str, int], None] | None = None
 class Work:
     """What one rank does in a reduction.
 
-    operands: its own elements of every vector of the node, in rank order; the first is the sum.
+    operands: its own elements of every vector of the node, in rank order.
+    result: where their sum goes, divided by `divisor`; it may be the first operand.
     messages: by which the owners of the same elements on other nodes add theirs, on `across`.
-    divisor: of the sum.
     """
 
     operands: list[np.ndarray]
+    result: np.ndarray
     divisor: float
     messages: Plan | None
     across: MPI.Intracomm
@@ -85,7 +86,7 @@ class Reduction:
         self.number = number
         self._previous, self._finish = previous, finish
         self._step: Callable[[], bool] = self._add
-        self._total = work.operands[0]
+        self._total = work.result
         self._execution: Execution | None = None
         self.done = self.published = False
 
@@ -178,7 +179,7 @@ class Reduction:
         assert self._execution is not None
         if not self._execution.test():
             return False
-        result, divisor = self._work.operands[0], self._work.divisor
+        result, divisor = self._work.result, self._work.divisor
         if divisor != 1 or self._total is not result:
             add(self._call.op, [self._total], result, divisor)
         self._step = self._publish

@@ -201,7 +201,7 @@ class Window:
         """Return what this rank adds up in reduction `number`."""
         operands = [in_turn(of_rank, number)[self._plan.own] for of_rank in self._vectors]
         tag = memory.tag + number % 2
-        return Work(operands, divisor, self._plan.messages, memory.team.across, tag)
+        return Work(operands, operands[0], divisor, self._plan.messages, memory.team.across, tag)
 
 
 class _ByMessages:

@@ -6,7 +6,8 @@
 
 A hook on every parameter hands its gradient to a GradientSynchronizer as soon as it is complete.
 The end of backward waits for the buckets.  Backward writes the gradients straight to the buckets
-(`Parameter.home`), and the results are views of them: nothing is copied in or out.
+(`Parameter.home`), and the results are views of them: nothing is copied in or out.  A backward that
+adds to results which cannot be written leaves the sum in the bucket.
 
 `join` lets ranks have unequal numbers of batches.  Each step then begins with a count; a rank that
 has no more batches counts as 0 and takes part with zeros until the count of all is 0:
@@ -45,7 +46,9 @@ class DataParallel:
             optimizer.step()
 
     What is in `.grad` of the parameters is reduced, so clear the gradients between steps.  After
-    a step they are views of buckets, which the next backward writes again: copy what you keep.
+    a step they are views of buckets, which the next backward writes again: copy what you keep.  On
+    one node they lie there once for all ranks (see `shared`) and cannot be written: to clip, pass
+    `clip_factor(norm, max_norm)` to `optimizer.step(grad_scale=)`.
     Attributes are those of the module, and so are the names in `state_dict`.
     """
 

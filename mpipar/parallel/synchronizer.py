@@ -15,8 +15,11 @@ parameter) finds out what nobody used.  The messages have a communicator of thei
 start buckets at different places among their other collectives.
 
 What is in flight is advanced by the pump of the autograd tape, between the nodes of backward, and
-by every `submit`; a pump advances few rounds far better than many, so inside a node the
-all-reduce is the direct one, 2 rounds.  Cost: 2 (p-1)/p n bytes, as for a ring.
+by every `submit`.  On one node no message travels: buckets lie in memory that the ranks share, each
+rank adds its block of all ranks' gradients, and the sum lies there once (comm/shared_buckets.py).
+Else, as a pump advances few rounds far better than many, the all-reduce inside a node is the direct
+one, 2 rounds.  Cost for n bytes: p n bytes read and n written by all ranks together, on shared
+memory; 2 (p-1)/p n bytes sent by each, as for a ring, by messages.
 
 The first step's buckets follow the order of registration, later ones the order in which rank 0 saw
 gradients arrive.  Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
@@ -48,7 +51,8 @@ class GradientSynchronizer:
                 synchronizer.submit(param, grad)
                 synchronizer.sync()                  # param.grad is the mean over the ranks
 
-    Gradients in `param.grad` are views of the buckets, which the next step writes again.
+    Gradients in `param.grad` are views of the buckets, which the next step writes again.  Where all
+    ranks of a node read the same one, they cannot be written: see `shared`.
     """
 
     def __init__(
@@ -355,9 +359,10 @@ class GradientSynchronizer:
         order = np.array(list(seen), np.int64)
         order = link.broadcast(order, src=0, out=order)
         self._arrivals = None
-        if self._slots.memory is None:
+        before = self._slots.memory
+        if before is None:
             self._share()
-        if self._slots.memory is not None or self._buckets.order != order.tolist():
+        if self._slots.memory is not before or self._buckets.order != order.tolist():
             self._fill(order.tolist())
 
     def _agreed(self, wait: bool) -> bool:
