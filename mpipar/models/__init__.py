@@ -3,6 +3,7 @@
 from mpipar.models.build import build
 from mpipar.models.config import ModelConfig
 from mpipar.models.generate import generate
+from mpipar.models.stages import layer_split, stages
 from mpipar.models.transformer import Transformer
 
-__all__ = ["ModelConfig", "Transformer", "build", "generate"]
+__all__ = ["ModelConfig", "Transformer", "build", "generate", "layer_split", "stages"]

@@ -17,7 +17,7 @@ from mpipar.errors import ConfigError, explain
 from mpipar.models.attention import SelfAttention
 from mpipar.models.config import STD, ModelConfig
 from mpipar.models.factories import Factories
-from mpipar.models.transformer import Block, Transformer
+from mpipar.models.transformer import Block, Part, Transformer
 from mpipar.nn.embedding import Embedding
 from mpipar.nn.module import Module
 from mpipar.nn.norm import LayerNorm
@@ -39,17 +39,18 @@ class MLP(Module):
 class GPT2(Transformer):
     """The model; `config.seq` positions are known."""
 
-    def __init__(self, config: ModelConfig, make: Factories) -> None:
-        """Build all layers."""
-        self.position_embedding = Embedding(
-            config.seq,
-            config.dim,
-            seed=config.seed,
-            name="position_embedding",
-            std=STD,
-            dtype=config.dtype,
-        )
-        super().__init__(config, make, LayerNorm)
+    def __init__(self, config: ModelConfig, make: Factories, part: Part | None = None) -> None:
+        """Build all layers, or those of a part of the model."""
+        if part is None or part.first:
+            self.position_embedding = Embedding(
+                config.seq,
+                config.dim,
+                seed=config.seed,
+                name="position_embedding",
+                std=STD,
+                dtype=config.dtype,
+            )
+        super().__init__(config, make, LayerNorm, part)
 
     def block(self, make: Factories, name: str) -> Block:
         """Build a block with biases and a GELU MLP."""

@@ -14,7 +14,7 @@ from mpipar.autograd import functional as F
 from mpipar.models.attention import SelfAttention
 from mpipar.models.config import ModelConfig
 from mpipar.models.factories import Factories
-from mpipar.models.transformer import Block, Transformer
+from mpipar.models.transformer import Block, Part, Transformer
 from mpipar.nn.module import Module
 from mpipar.nn.norm import RMSNorm
 
@@ -40,9 +40,9 @@ class GatedMLP(Module):
 class Llama(Transformer):
     """The model; sequences may be longer than `config.seq`."""
 
-    def __init__(self, config: ModelConfig, make: Factories) -> None:
-        """Build all layers."""
-        super().__init__(config, make, RMSNorm)
+    def __init__(self, config: ModelConfig, make: Factories, part: Part | None = None) -> None:
+        """Build all layers, or those of a part of the model."""
+        super().__init__(config, make, RMSNorm, part)
 
     def block(self, make: Factories, name: str) -> Block:
         """Build a block with rotary attention and a gated MLP."""

@@ -9,6 +9,7 @@ of the whole sequence.  The loss is a SUM over this rank's tokens, so that sums 
 micro-batches are exact.
 """
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -27,6 +28,15 @@ from mpipar.nn.norm import LayerNorm, RMSNorm
 
 Norm = LayerNorm | RMSNorm
 IGNORE = -100  # a target that does not count
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage of a pipeline holds of a model: see `stages`."""
+
+    layers: range
+    first: bool  # embeddings
+    last: bool  # the last norm, and the output layer
 
 
 class Block(Module):
@@ -61,34 +71,58 @@ class Block(Module):
 
 
 class Transformer(Module):
-    """Base of the model families: a subclass says what a block and a norm are."""
+    """Base of the model families: a subclass says what a block and a norm are.
 
-    def __init__(self, config: ModelConfig, make: Factories, norm: type[Norm]) -> None:
-        """Build all layers."""
+    positions: the global positions (S,) of the tokens, where they are not 0..S-1 and `forward` is
+    not told.
+    """
+
+    token_embedding: Any
+    head: Any
+    positions: Array | None = None
+    names_of_whole = True  # the names of a part's parameters are those in the whole model
+
+    def __init__(
+        self, config: ModelConfig, make: Factories, norm: type[Norm], part: Part | None = None
+    ) -> None:
+        """Build all layers, or those of a part of the model."""
         self.config = config
+        self.part = part or Part(range(config.layers), first=True, last=True)
         self.cross_entropy, self.shard = make.cross_entropy, make.shard
-        self.token_embedding = make.table(config, "token_embedding")
+        ends = self.part.first, self.part.last
+        needs_table = self.part.first or (self.part.last and config.tied)
+        self.token_embedding = make.table(config, "token_embedding") if needs_table else None
         self.dropout = Dropout(config.dropout, seed=config.seed, name="dropout")
-        self.blocks = [self.block(make, f"blocks.{index}") for index in range(config.layers)]
-        self.norm = make.norm(norm, config.dim, name="norm", dtype=config.dtype)
-        self.head = None if config.tied else make.table(config, "head")
+        made = {index: self.block(make, f"blocks.{index}") for index in self.part.layers}
+        self.blocks: Any = list(made.values()) if all(ends) else made  # by number in a part
+        self.norm: Any = None
+        self.head = None
+        if self.part.last:
+            self.norm = make.norm(norm, config.dim, name="norm", dtype=config.dtype)
+            self.head = None if config.tied else make.table(config, "head")
 
     def block(self, make: Factories, name: str) -> Block:
         """Build the block of the global name `name`; a subclass defines it."""
         raise NotImplementedError
 
-    def forward(self, tokens: Array, positions: Array | None = None) -> Tensor:
+    def forward(self, tokens: Any, positions: Array | None = None) -> Tensor:
         """Return the logits (B, S, V) of tokens (B, S), integers.
 
+        A part of the model takes and returns activations (B, S, C) where it is not first or last.
         positions: global positions (S,) or (B, S) of the tokens, where they are not 0..S-1.
         Raises ConfigError for a token outside the vocabulary, and BufferMismatchError for tokens or
         positions of another shape.
         """
-        tokens, positions = _checked(tokens, positions)
-        x = self.embed(tokens, positions)
-        for block in self.blocks:
+        positions = self.positions if positions is None else positions
+        x = tokens
+        if self.part.first:
+            tokens, positions = _checked(tokens, positions)
+            x = self.embed(tokens, positions)
+        elif positions is None:
+            positions = np.arange(x.shape[1])
+        for block in self.blocks.values() if isinstance(self.blocks, dict) else self.blocks:
             x = block(x, positions)
-        return self.logits(x)
+        return self.logits(x) if self.part.last else x
 
     def embed(self, tokens: Array, positions: Array) -> Tensor:
         """Return the first activations (B, S, C), or this rank's part of the sequence."""
@@ -111,27 +145,32 @@ class Transformer(Module):
 
         Raises ConfigError for a token or target outside the vocabulary.
         """
+        check_ids("targets", array(targets), self.config.vocab, IGNORE)
+        return self.loss_of(self(tokens, positions), targets)
+
+    def loss_of(self, logits: Tensor, targets: Array) -> tuple[Tensor, int]:
+        """Return `loss` from the logits, for targets that are known to be in the vocabulary."""
         targets = array(targets)
-        check_ids("targets", targets, self.config.vocab, IGNORE)
-        total = self.cross_entropy(self(tokens, positions), targets, reduction="sum")
+        total = self.cross_entropy(logits, targets, reduction="sum")
         return total, int((targets != IGNORE).sum())
 
     def flops_per_token(self, seq: int) -> float:
         """Return the arithmetic of forward and backward for one token: 6 N + 6 L s d.
 
         N counts global parameters that multiply every token: position and token embeddings are
-        only looked up, except for a tied one, which is also the output layer.  A causal mask
-        halves the attention: L layers * 2 products * s/2 keys * 2 d, three times (backward twice).
+        only looked up, except for a tied one, which is also the output layer.  Parts of a model
+        have their share.  A causal mask halves the attention: L layers * 2 products * s/2 keys *
+        2 d, three times (backward twice).
         """
         looked_up = {"position_embedding.weight"}
-        if self.head is not None:
+        if not (self.config.tied and self.part.last):
             looked_up.add("token_embedding.weight")
         weights = sum(
             prod(parameter.spec.shape)
             for parameter in self.parameters()
             if parameter.spec.name not in looked_up
         )
-        return 6.0 * weights + 6.0 * self.config.layers * seq * self.config.dim
+        return 6.0 * weights + 6.0 * len(self.blocks) * seq * self.config.dim
 
 
 def _checked(tokens: Any, positions: Any) -> tuple[Array, Array]:
