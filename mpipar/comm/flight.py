@@ -18,8 +18,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -31,19 +31,34 @@ TAG = 0  # of the watchdogs' messages
 EVERYONE = 64  # groups up to this size tell all; larger ones tell the neighbours in the ring
 
 
-@dataclass(slots=True)
 class Record:
-    """One collective or message of this rank."""
+    """One collective or message of this rank.
 
-    sequence: int  # 0 for send and recv, which are not collective
-    what: str
-    handle: object = None  # Execution, Requests or None: where it stands
-    sends_to: int = -1  # the peer of a blocking send
+    sequence: its number; 0 for send and recv, which are not collective.  sends_to: the peer of a
+    blocking send.  handle: Execution or Requests, which says where it stands; a finished one, with
+    the arrays of its result, is not kept alive.
+    """
+
+    __slots__ = ("_handle", "sends_to", "sequence", "what")
+
+    def __init__(self, sequence: int, what: str, handle: Any = None, sends_to: int = -1) -> None:
+        self.sequence, self.what, self.sends_to = sequence, what, sends_to
+        self.handle = handle
+
+    @property
+    def handle(self) -> Any:
+        """The handle, while it lives."""
+        return None if self._handle is None else self._handle()
+
+    @handle.setter
+    def handle(self, handle: Any) -> None:
+        self._handle = None if handle is None else weakref.ref(handle)
 
     def text(self) -> str:
         """Return one line: number, call, and where it stands."""
         number = f"#{self.sequence} " if self.sequence else ""
-        return f"{number}{self.what} ({getattr(self.handle, 'place', 'started')})"
+        gone = "started" if self._handle is None else "done"
+        return f"{number}{self.what} ({getattr(self.handle, 'place', gone)})"
 
 
 class Flight:

@@ -24,15 +24,16 @@ block: without overlap results differ by rounding.  On a reproducible communicat
 in rank order, scatters are not cut up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.arrays import Array, module_of
 from mpipar.autograd import Function, Tensor
 from mpipar.autograd.linear import weight_gradient
+from mpipar.autograd.tape import state
 from mpipar.comm import waiting
 from mpipar.kernels.blocks import matrix, widen
 from mpipar.parallel.communicator import Communicator
@@ -40,49 +41,57 @@ from mpipar.partition import block, offsets
 
 PIECES = 4  # into which linear_reduce cuts the tokens
 EVERYTHING = slice(None)
+Gradients = tuple[Array | None, ...]  # of x, weight, bias, and None for `how`
 
 
 @dataclass(frozen=True)
 class How:
-    """What backward needs besides arrays.
+    """The parameters of a product, and how it meets its collective.
 
-    weight: the parameter; backward reads its data then, since sharded training may drop the whole
-    weight in between.  sizes: of the ranks' blocks of the sequence, if it is cut.
+    Backward reads the data of the weight then, since sharded training may drop the whole weight in
+    between.  sizes: of the ranks' blocks of the sequence, if it is cut.
     """
 
     comm: Communicator
     weight: Tensor
+    bias: Tensor | None
     sizes: tuple[int, ...] = ()
     overlap: bool = False
 
+    @property
+    def later(self) -> bool:
+        """Whether the gradients of the parameters are put off (see `autograd.delay`)."""
+        leaves = () if state.delay is None else state.delay.leaves
+        return self.weight in leaves and (self.bias is None or self.bias in leaves)
 
-def gather_linear(x: Any, bias: Any, how: How) -> Any:
+
+def gather_linear(x: Any, how: How) -> Any:
     """Return (..., S, out/p) from the ranks' blocks x (..., s, in) of a sequence of S."""
-    return _GatherLinear.apply(x, how.weight, bias, how)
+    return _GatherLinear.apply(x, how.weight, how.bias, how)
 
 
-def linear_scatter(x: Any, bias: Any, how: How) -> Any:
+def linear_scatter(x: Any, how: How) -> Any:
     """Return this rank's block (..., s, out) of the sum over ranks, from x (..., S, in/p).
 
     bias [out] is replicated and added once; so is its gradient: the whole one, on every rank.
     """
-    return _LinearScatter.apply(x, how.weight, bias, how)
+    return _LinearScatter.apply(x, how.weight, how.bias, how)
 
 
-def copy_linear(x: Any, bias: Any, how: How) -> Any:
+def copy_linear(x: Any, how: How) -> Any:
     """Return (..., out/p) from a replicated x (..., in).
 
     Backward sums the gradient of x over the ranks while it computes those of the parameters.
     """
-    return _CopyLinear.apply(x, how.weight, bias, how)
+    return _CopyLinear.apply(x, how.weight, how.bias, how)
 
 
-def linear_reduce(x: Any, bias: Any, how: How) -> Any:
+def linear_reduce(x: Any, how: How) -> Any:
     """Return the sum over ranks (..., out), replicated, from x (..., in/p).
 
     One piece of the rows is summed while the next one is computed.
     """
-    return _LinearReduce.apply(x, how.weight, bias, how)
+    return _LinearReduce.apply(x, how.weight, how.bias, how)
 
 
 class _GatherLinear(Function):
@@ -93,25 +102,20 @@ class _GatherLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Array, w: Array, b: Array | None, how: How) -> Array:
         """Keep this rank's block."""
-        ctx.how, ctx.has_bias = how, b is not None
-        ctx.save_for_backward(x)
-        shape = (*x.shape[:-2], sum(how.sizes), len(w))
-        y = module_of(x).empty(shape, _together(x, w))
+        ctx.how, ctx.x = how, x
+        y = _empty((*x.shape[:-2], sum(how.sizes), len(w)), x, w)
         for where, part in _arriving(x, how):
             _affine(part, w, b, y[..., where, :])
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Array) -> tuple[Array | None, ...]:
+    def backward(ctx: Any, dy: Array) -> Gradients:
         """Scatter the gradient of x; gather x again for that of the weight."""
-        (x,), how = ctx.saved, ctx.how
+        x, how = ctx.x, ctx.how
         w = how.weight.data
         dx = _scatter(lambda where: _product(dy[..., where, :], w.T), how, x.dtype)
-        total = _WeightGradient(how.weight)
-        if ctx.needs_input_grad[1]:
-            for where, part in _arriving(x, how):
-                total.add(dy[..., where, :], part)
-        return dx, total.value, _sum_rows(dy) if ctx.has_bias else None, None
+        pairs = ((dy[..., where, :], part) for where, part in _arriving(x, how))
+        return dx, *_parameter_gradients(how, pairs, dy), None
 
 
 class _LinearScatter(Function):
@@ -122,25 +126,24 @@ class _LinearScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Array, w: Array, b: Array | None, how: How) -> Array:
         """Keep x, which is whole along the sequence and a block of the features."""
-        ctx.how, ctx.has_bias = how, b is not None
-        ctx.save_for_backward(x)
-        y = _scatter(lambda where: _product(x[..., where, :], w), how, _together(x, w))
+        ctx.how, ctx.x = how, x
+        y = _scatter(lambda where: _product(x[..., where, :], w), how, _dtype(x, w))
         return y if b is None else y + b
 
     @staticmethod
-    def backward(ctx: Any, dy: Array) -> tuple[Array | None, ...]:
+    def backward(ctx: Any, dy: Array) -> Gradients:
         """All three gradients from the blocks of dy as they arrive."""
-        (x,), how = ctx.saved, ctx.how
+        x, how = ctx.x, ctx.how
         w = how.weight.data
         dx = module_of(x).empty(x.shape, x.dtype)
-        total, db = _WeightGradient(how.weight), None
-        for where, part in _arriving(dy, how):
-            _affine(part, w.T, None, dx[..., where, :])
-            if ctx.needs_input_grad[1]:
-                total.add(part, x[..., where, :])
-            if ctx.has_bias:
-                db = _sum_rows(part) if db is None else db + _sum_rows(part)
-        return dx, total.value, db, None
+
+        def arrived() -> Iterator[tuple[Array, Array]]:
+            for where, part in _arriving(dy, how):
+                _affine(part, w.T, None, dx[..., where, :])
+                yield part, x[..., where, :]
+
+        pairs = list(arrived()) if how.later else arrived()
+        return dx, *_parameter_gradients(how, pairs, dy), None
 
 
 class _CopyLinear(Function):
@@ -151,23 +154,19 @@ class _CopyLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Array, w: Array, b: Array | None, how: How) -> Array:
         """Keep x."""
-        ctx.how, ctx.has_bias = how, b is not None
-        ctx.save_for_backward(x)
-        y = module_of(x).empty((*x.shape[:-1], len(w)), _together(x, w))
+        ctx.how, ctx.x = how, x
+        y = _empty((*x.shape[:-1], len(w)), x, w)
         _affine(x, w, b, y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Array) -> tuple[Array | None, ...]:
+    def backward(ctx: Any, dy: Array) -> Gradients:
         """Start the sum, compute the rest, wait for it."""
-        (x,), how = ctx.saved, ctx.how
+        x, how = ctx.x, ctx.how
         dx = _product(dy, how.weight.data.T).astype(x.dtype, copy=False)
         coming = how.comm.all_reduce(dx, out=dx, async_op=True)
-        total = _WeightGradient(how.weight)
-        if ctx.needs_input_grad[1]:
-            total.add(dy, x)
-        db = _sum_rows(dy) if ctx.has_bias else None
-        return coming.wait(), total.value, db, None
+        gradients = _parameter_gradients(how, [(dy, x)], dy)
+        return coming.wait(), *gradients, None
 
 
 class _LinearReduce(Function):
@@ -178,16 +177,15 @@ class _LinearReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Array, w: Array, b: Array | None, how: How) -> Array:
         """Keep x."""
-        ctx.how, ctx.has_bias = how, b is not None
-        ctx.save_for_backward(x)
+        ctx.how, ctx.x = how, x
         rows = matrix(x)  # (N, in/p)
-        y = module_of(x).empty((len(rows), len(w)), _together(x, w))
+        y = _empty((len(rows), len(w)), x, w)
         pieces = max(1, min(PIECES, len(rows)))
         coming = []
         for number in range(pieces):
-            part = y[block(len(rows), pieces, number)]
-            _affine(rows[block(len(rows), pieces, number)], w, None, part)
-            coming.append(how.comm.all_reduce(part, out=part, async_op=True))
+            where = block(len(rows), pieces, number)
+            _affine(rows[where], w, None, y[where])
+            coming.append(how.comm.all_reduce(y[where], out=y[where], async_op=True))
             waiting.progress()
         for handle in coming:
             handle.wait()
@@ -196,14 +194,37 @@ class _LinearReduce(Function):
         return y.reshape(*x.shape[:-1], len(w))
 
     @staticmethod
-    def backward(ctx: Any, dy: Array) -> tuple[Array | None, ...]:
+    def backward(ctx: Any, dy: Array) -> Gradients:
         """No message: the gradient of a sum is that of each term."""
-        (x,), how = ctx.saved, ctx.how
+        x, how = ctx.x, ctx.how
         dx = _product(dy, how.weight.data.T).astype(x.dtype, copy=False)
-        total = _WeightGradient(how.weight)
-        if ctx.needs_input_grad[1]:
-            total.add(dy, x)
-        return dx, total.value, _sum_rows(dy) if ctx.has_bias else None, None
+        return dx, *_parameter_gradients(how, [(dy, x)], dy), None
+
+
+def _parameter_gradients(
+    how: How, pairs: Iterable[tuple[Array, Array]], dy: Array
+) -> tuple[Array | None, Array | None]:
+    """Return the gradients of weight and bias: sums over pairs (g, x) of g^T x and of g's rows.
+
+    None for one that is in the parameter already, or is put off.
+    """
+
+    def compute(_: Array) -> tuple[Array | None, Array | None]:
+        leaf = how.weight if how.weight.node is None else None
+        dw = db = None
+        for g, x in pairs:
+            rows = matrix(widen(g))
+            if how.weight.requires_grad:
+                dw = _sum(dw, weight_gradient(leaf, rows, matrix(widen(x))))
+            if how.bias is not None and how.bias.requires_grad:
+                db = _sum(db, rows.sum(axis=0))
+        return _like(dw, how.weight), _like(db, how.bias)
+
+    if not how.later:
+        return compute(dy)
+    assert state.delay is not None
+    state.delay.add((how.weight, how.bias), compute, dy)
+    return None, None
 
 
 # -- the two movements of a sequence ---------------------------------------------------------------
@@ -218,7 +239,7 @@ def _arriving(x: Array, how: How) -> Iterator[tuple[slice, Array]]:
     if not how.overlap:
         yield EVERYTHING, comm.all_gather(x, dim=-2, sizes=sizes)
         return
-    starts = offsets(sizes)
+    starts, x = offsets(sizes), module_of(x).ascontiguousarray(x)
     for step in range(comm.size):
         mine, next_one = (comm.rank - step) % comm.size, (comm.rank - step - 1) % comm.size
         last = step == comm.size - 1
@@ -253,20 +274,6 @@ def _scatter(product: Callable[[slice], Array], how: How, dtype: np.dtype) -> Ar
 # -- arithmetic: of 16-bit numbers in float32 ------------------------------------------------------
 
 
-class _WeightGradient:
-    """The sum of products g^T x; `value` is None if it is in the weight's gradient already."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.leaf = weight if weight.node is None else None
-        self.value: Array | None = None
-
-    def add(self, g: Array, x: Array) -> None:
-        """Add g^T x for g (..., out) and x (..., in)."""
-        new = weight_gradient(self.leaf, matrix(widen(g)), matrix(widen(x)))
-        if new is not None:
-            self.value = new if self.value is None else self.value + new
-
-
 def _product(x: Array, w: Array) -> Array:
     """Return x w^T as a new array (..., out), not rounded."""
     y = module_of(x).matmul(matrix(widen(x)), widen(w).T)
@@ -277,19 +284,31 @@ def _affine(x: Array, w: Array, b: Array | None, out: Array) -> None:
     """Write x w^T + b to `out`, straight if it is contiguous."""
     rows = matrix(widen(x))
     straight = out.flags.c_contiguous and out.dtype == rows.dtype == w.dtype
-    place = matrix(out) if straight else None
-    y = module_of(x).matmul(rows, widen(w).T, out=place)
+    y = module_of(x).matmul(rows, widen(w).T, out=matrix(out) if straight else None)
     if b is not None:
         y += b
     if not straight:
         out[...] = y.reshape(out.shape)
 
 
-def _sum_rows(g: Array) -> Array:
-    """Return the sum over all but the last dimension."""
-    return module_of(g).sum(matrix(g), axis=0, dtype=compute_dtype(g.dtype))
+def _sum(old: Array | None, new: Array | None) -> Array | None:
+    """Return the sum of what there is; `old` may be written to."""
+    if old is None or new is None:
+        return new if old is None else old
+    old += new
+    return old
 
 
-def _together(x: Array, w: Array) -> np.dtype:
+def _like(grad: Array | None, parameter: Any) -> Array | None:
+    """Return a gradient in the parameter's dtype."""
+    return None if grad is None else grad.astype(parameter.dtype, copy=False)
+
+
+def _empty(shape: tuple[int, ...], x: Array, w: Array) -> Array:
+    """Return an array for a product."""
+    return module_of(x).empty(shape, _dtype(x, w))
+
+
+def _dtype(x: Array, w: Array) -> np.dtype:
     """Return the dtype of a product."""
     return x.dtype if x.dtype == w.dtype else np.promote_types(x.dtype, w.dtype)

@@ -128,7 +128,7 @@ class _Cut(Module):
 
     def how(self, sizes: Sequence[int] = ()) -> How:
         """Return how the product meets its collective; sizes: of the blocks of the sequence."""
-        return How(self.comm, self.weight, tuple(sizes), self.overlap)
+        return How(self.comm, self.weight, self.bias, tuple(sizes), self.overlap)
 
     def extra_repr(self) -> str:
         """Return the global sizes and the shape of this rank's weight."""
@@ -175,10 +175,9 @@ class ColumnParallelLinear(_Cut):
         if self.comm.size == 1:
             return self.local_forward(x)
         if self.sequence is not None:
-            how = self.how(self.sequence.sizes(x))
-            y = gather_linear(x, self.bias, how)
+            y = gather_linear(x, self.how(self.sequence.sizes(x)))
         elif self.overlap:
-            y = copy_linear(x, self.bias, self.how())
+            y = copy_linear(x, self.how())
         else:
             y = self.local_forward(copy_to(self.comm, x))
         if not self.gather_output:
@@ -232,10 +231,9 @@ class RowParallelLinear(_Cut):
         if not self.input_is_parallel:
             x = scatter_to(self.comm, x)  # (..., in/p)
         if self.sequence is not None:
-            how = self.how(self.sequence.state(x.shape[-2]))
-            return linear_scatter(x, self.bias, how)
+            return linear_scatter(x, self.how(self.sequence.state(x.shape[-2])))
         if self.overlap:
-            return linear_reduce(x, self.bias, self.how())
+            return linear_reduce(x, self.how())
         y = reduce_from(self.comm, self.local_forward(x))
         return y if self.bias is None else y + self.bias
 

@@ -117,11 +117,11 @@ class VocabParallelEmbedding(Module):
         if self.comm.size == 1:
             return functional.linear(x, self.weight)
         sizes = () if self.sequence is None else self.sequence.sizes(x)
-        how = How(self.comm, self.weight, sizes, self.overlap)
+        how = How(self.comm, self.weight, None, sizes, self.overlap)
         if self.sequence is not None:
-            return gather_linear(x, None, how)
+            return gather_linear(x, how)
         if self.overlap:
-            return copy_linear(x, None, how)
+            return copy_linear(x, how)
         return functional.linear(copy_to(self.comm, x), self.weight)
 
     def extra_repr(self) -> str:

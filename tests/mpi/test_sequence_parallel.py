@@ -1,0 +1,351 @@
+"""Models whose activations between the layers are blocks of the sequence, against the dense ones.
+
+Everything is compared: loss, every gradient slice, norm, one step of the optimiser.
+"""
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpipar import partition, rng
+from mpipar.autograd import Tape, Tensor, no_grad, recompute
+from mpipar.errors import ConfigError, StateError
+from mpipar.models import ModelConfig, build, generate
+from mpipar.nn import LayerNorm, Linear, Module, RMSNorm
+from mpipar.optim import AdamW
+from mpipar.parallel.clip import clip_factor, clip_grad_norm
+from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.data import sum_gradients
+from mpipar.parallel.data_parallel import DataParallel
+from mpipar.parallel.inject import factories
+from mpipar.parallel.loss import token_mean
+from mpipar.parallel.mesh import Mesh
+from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards, share
+from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from mpipar.parallel.vocab import VocabParallelEmbedding
+
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
+BATCH, VOCAB, LAYERS, LONGEST = 4, 67, 2, 10
+GPT2: dict[str, Any] = {"model": "gpt2", "heads": 12, "kv_heads": 12}
+LLAMA: dict[str, Any] = {"model": "llama", "heads": 24, "kv_heads": 12}
+FAMILIES = [{**family, "tied": tied} for family in (GPT2, LLAMA) for tied in (True, False)]
+
+
+def config_of(family: dict[str, Any], **changes: Any) -> ModelConfig:
+    common = {
+        "vocab": VOCAB, "layers": LAYERS, "dim": 48, "seq": LONGEST, "hidden": 60, "seed": 3,
+        "dtype": "float64",
+    }  # fmt: skip
+    return ModelConfig(**{**common, **family, **changes})
+
+
+def batch(seq: int, rows: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+    tokens, targets = np.random.default_rng(2).integers(0, VOCAB, (2, rows, seq))
+    targets[1, seq // 2 :] = -100  # rows of unequal numbers of tokens
+    return tokens, targets
+
+
+@pytest.fixture(autouse=True)
+def tape() -> Iterator[None]:
+    with Tape():
+        yield
+
+
+def step(model: Any, tokens: np.ndarray, targets: np.ndarray, mesh: Mesh | None) -> list[float]:
+    """Take one step of AdamW; return the loss and the norm before clipping."""
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    loss_sum, count = model.loss(tokens, targets)
+    if mesh is None:
+        loss = loss_sum / count
+        loss.backward()
+        norm = clip_grad_norm(model.parameters(), None)
+    else:
+        loss = token_mean(loss_sum, count, mesh.dp)
+        loss.backward()
+        sum_gradients(model.parameters(), mesh.dp)
+        norm = clip_grad_norm(model.parameters(), None, mesh)
+    optimizer.step(clip_factor(norm, 0.5))
+    return [loss.item(), float(norm)]
+
+
+def assert_equal_shards(local: Any, whole: Module) -> None:
+    """Every gradient and every updated parameter is the slice of the dense model's."""
+    full, mine = dict(whole.named_parameters()), dict(local.named_parameters())
+    assert list(mine) == list(full)
+    for name, param in mine.items():
+        assert param.spec.name == full[name].spec.name
+        for what in ("grad", "data"):
+            expected = param.spec.take(getattr(full[name], what))
+            got = getattr(param, what)
+            np.testing.assert_allclose(got, expected, err_msg=f"{what} of {name}", **EXACT)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f['model']}-{f['tied']}")
+@pytest.mark.parametrize("seq", [LONGEST, 3])
+def test_a_training_step_is_that_of_the_dense_model(
+    raw: MPI.Intracomm, family: dict[str, Any], seq: int
+) -> None:
+    tokens, targets = batch(seq)
+    whole = build(config_of(family))
+    expected = step(whole, tokens, targets, None)
+    with Mesh(raw, tp=raw.size) as mesh:
+        local = parallel(mesh, family)
+        got = step(local, tokens, targets, mesh)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+        assert_equal_shards(local, whole)
+
+
+def parallel(mesh: Mesh, family: dict[str, Any], **changes: Any) -> Any:
+    return build(config_of(family, **changes), **factories(mesh, sequence_parallel=True))
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda f: f["model"])
+def test_data_parallel_over_tensor_parallel_with_accumulation(
+    world: MPI.Intracomm, family: dict[str, Any]
+) -> None:
+    """Hooks see gradients that are summed over tp already, also where several are added up."""
+    tokens, targets = batch(LONGEST, rows=8)
+    whole = build(config_of(family))
+    expected = step(whole, tokens, targets, None)
+    for tp in (degree for degree in (1, 2) if world.size % degree == 0):
+        with (
+            Mesh(world, tp=tp) as mesh,
+            DataParallel(parallel(mesh, family), mesh.dp, op="sum") as replica,
+        ):
+            optimizer = AdamW(replica.parameters(), lr=0.01)
+            mine = np.arange(8)[partition.block(8, mesh.dp.size, mesh.dp.rank)]
+            count = int((targets != -100).sum())
+            total = 0.0
+            for number, rows in enumerate(np.array_split(mine, 2)):
+                with replica.no_sync() if number == 0 else nullcontext():
+                    loss_sum, valid = replica.loss(tokens[rows], targets[rows])
+                    loss = token_mean(loss_sum, valid, mesh.dp, total=count)
+                    loss.backward()
+                    total += loss.item()
+            norm = clip_grad_norm(replica.parameters(), None, mesh)
+            optimizer.step(clip_factor(norm, 0.5))
+            np.testing.assert_allclose([total, norm], expected, rtol=1e-12)
+            assert_equal_shards(replica, whole)
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda f: f["model"])
+def test_dropout_and_recomputation(raw: MPI.Intracomm, family: dict[str, Any]) -> None:
+    """A block of the sequence drops what the whole would drop there, the second time too."""
+    tokens, targets = batch(LONGEST)
+    whole = build(config_of(family, dropout=0.2))
+    with rng.at(step=3, row=5):
+        expected = step(whole, tokens, targets, None)
+    with Mesh(raw, tp=raw.size) as mesh:
+        for again in (False, True):
+            local = parallel(mesh, family, dropout=0.2)
+            if again:
+                local.blocks = [_Recomputed(block) for block in local.blocks]
+            with rng.at(step=3, row=5):
+                got = step(local, tokens, targets, mesh)
+            np.testing.assert_allclose(got, expected, rtol=1e-12)
+            if again:
+                local.blocks = [block.inner for block in local.blocks]
+            assert_equal_shards(local, whole)
+
+
+class _Recomputed(Module):
+    def __init__(self, inner: Module) -> None:
+        self.inner = inner
+
+    def forward(self, x: Tensor, positions: np.ndarray) -> Tensor:
+        return recompute(self.inner, x, positions)
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda f: f["model"])
+def test_replicated_gradients_are_alike_on_all_tensor_ranks(
+    raw: MPI.Intracomm, family: dict[str, Any]
+) -> None:
+    with Mesh(raw, tp=raw.size) as mesh:
+        local = parallel(mesh, family)
+        local.loss(*batch(LONGEST))[0].backward()
+        replicated = [param for param in local.parameters() if not param.spec.sharded_axes]
+        assert len(replicated) >= 2 * LAYERS + 1
+        for param in replicated:
+            low, high = (mesh.tp.all_reduce(param.grad, op=op) for op in ("min", "max"))
+            assert (low == high).all(), param.spec.name
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda f: f["model"])
+def test_number_of_messages(raw: MPI.Intracomm, family: dict[str, Any]) -> None:
+    learned = family["model"] == "gpt2"  # positions
+    with Mesh(raw, tp=raw.size) as mesh:
+        loss_sum, _ = parallel(mesh, family).loss(*batch(LONGEST))
+        # the embedding, two of each in a block, the logits, two in the loss
+        forward = {"reduce_scatter": 1 + 2 * LAYERS, "all_gather": 2 * LAYERS + 1, "all_reduce": 2}
+        assert mesh.tp.calls == (forward if raw.size > 1 else {})
+        mesh.tp.calls.clear()
+        loss_sum.backward()
+        # inputs of column layers and logits again, gradients of row layers, embedding, positions
+        gathers = (2 * LAYERS + 1) + 2 * LAYERS + 1 + learned
+        backward = {"reduce_scatter": 2 * LAYERS + 1, "all_gather": gathers}
+        backward["all_reduce"] = 2 * LAYERS + 1  # norms
+        assert mesh.tp.calls == (backward if raw.size > 1 else {})
+
+
+def test_positions_of_each_row_and_those_of_a_part_of_a_longer_sequence(
+    raw: MPI.Intracomm,
+) -> None:
+    tokens, targets = batch(6)
+    rows = np.array([[4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 9], [3] * 6])
+    for family in (GPT2, LLAMA):
+        for positions in (rows, rows[2]):
+            whole = build(config_of(family, dropout=0.1))
+            with rng.at(1, 0):
+                expected, _ = whole.loss(tokens, targets, positions)
+            expected.backward()
+            with Mesh(raw, tp=raw.size) as mesh:
+                local = parallel(mesh, family, dropout=0.1)
+                with rng.at(1, 0):
+                    got, _ = local.loss(tokens, targets, positions)
+                got.backward()
+                np.testing.assert_allclose(got.item(), expected.item(), rtol=1e-12)
+                for param, full in zip(local.parameters(), whole.parameters(), strict=True):
+                    expected_grad = param.spec.take(full.grad)
+                    np.testing.assert_allclose(param.grad, expected_grad, **EXACT)
+
+
+def test_generation_writes_what_the_dense_model_writes(raw: MPI.Intracomm) -> None:
+    prompt = np.array([5])  # shorter than the number of ranks, and longer later on
+    expected = generate(build(config_of(GPT2)), prompt, 6, seed=1)
+    with Mesh(raw, tp=raw.size) as mesh:
+        sizes = partition.blocks(VOCAB, mesh.tp.size)
+        written = generate(
+            parallel(mesh, GPT2), prompt, 6, seed=1, gather=partial(mesh.tp.all_gather, sizes=sizes)
+        )
+        np.testing.assert_array_equal(written, expected)
+
+
+# ---- layers
+
+
+@pytest.fixture
+def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
+    with Communicator(raw) as made:
+        yield made
+
+
+def draw(*shape: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (2, 7, 12), (2, 3, 2, 12)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_on_blocks_of_the_sequence(
+    comm: Communicator, shape: tuple[int, ...], bias: bool
+) -> None:
+    shards = SequenceShards(comm)
+    cut: dict[str, Any] = {"sequence": shards, "seed": 1, "dtype": "float64"}
+    dense: list[Any] = [
+        LayerNorm(12, dtype="float64"),
+        Linear(12, 24, bias, seed=1, name="up", dtype="float64"),
+        Linear(24, 12, bias, seed=1, name="down", dtype="float64"),
+        RMSNorm(12, dtype="float64"),
+    ]
+    local: list[Any] = [
+        SequenceLayerNorm(comm, 12, dtype="float64"),
+        ColumnParallelLinear(12, 24, comm, bias, name="up", **cut),
+        RowParallelLinear(24, 12, comm, bias, name="down", **cut),
+        SequenceRMSNorm(comm, 12, dtype="float64"),
+    ]
+    weights = draw(*shape, seed=5)
+    seen: list[tuple[Any, Any]] = []
+    for layers in (dense, local):
+        leaf = Tensor(draw(*shape), requires_grad=True)
+        x, y = leaf, weights
+        if layers is local:
+            x, y = shards.shard(leaf, dim=-2), shards.shard(weights, dim=-2)
+        norm1, up, down, norm2 = layers
+        out = norm2(down(up(norm1(x)).tanh()) + x)
+        assert out.shape == y.shape
+        (out * y).sum().backward()
+        seen.append((out.data, leaf.grad))
+    np.testing.assert_allclose(seen[1][0], shards.shard(seen[0][0], dim=-2), **EXACT)
+    np.testing.assert_allclose(seen[1][1], seen[0][1], **EXACT)
+    for one, full in zip(local, dense, strict=True):
+        for param, whole in zip(one.parameters(), full.parameters(), strict=True):
+            np.testing.assert_allclose(param.grad, param.spec.take(whole.grad), **EXACT)
+
+
+def test_gathered_output_and_whole_input(comm: Communicator) -> None:
+    shards, x = SequenceShards(comm), draw(2, 5, 12)
+    cut: dict[str, Any] = {"sequence": shards, "seed": 1, "name": "a", "dtype": "float64"}
+    column = ColumnParallelLinear(12, 24, comm, gather_output=True, parts=(12, 12), **cut)
+    whole = Linear(12, 24, seed=1, name="a", dtype="float64")
+    out = column(shards.shard(Tensor(x), dim=1))
+    np.testing.assert_allclose(out.data, whole(Tensor(x)).data, **EXACT)
+    row = RowParallelLinear(12, 24, comm, input_is_parallel=False, **cut)
+    np.testing.assert_allclose(
+        row(Tensor(x)).data, shards.shard(whole(Tensor(x)).data, dim=1), **EXACT
+    )
+
+
+def test_what_is_kept_for_backward_is_this_ranks_block(comm: Communicator) -> None:
+    """The gathered input of a column layer is gone when forward is done."""
+    shards = SequenceShards(comm)
+    column = ColumnParallelLinear(64, comm.size, comm, sequence=shards)
+    x = shards.shard(Tensor(draw(1, 4096, 64).astype(np.float32)), dim=1)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        y = column(x)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held < y.data.nbytes + 4096 * 64 * 4 / 4
+
+
+def test_embedding_and_logits_between_blocks(comm: Communicator) -> None:
+    shards, ids = SequenceShards(comm), np.array([[1, 4, 9, 0, 9], [2, 2, 3, 8, 7]])
+    table = VocabParallelEmbedding(10, 6, comm, sequence=shards, name="t", dtype="float64")
+    full = comm.all_gather(table.weight.data, dim=0, sizes=partition.blocks(10, comm.size))
+    rows = table(ids)
+    np.testing.assert_array_equal(rows.data, shards.shard(full[ids], dim=1))
+    logits = table.logits(rows)
+    columns = partition.block(10, comm.size, comm.rank)
+    np.testing.assert_allclose(logits.data, (full[ids] @ full.T)[..., columns], **EXACT)
+
+
+def test_a_block_of_another_length_is_an_error(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    shards = SequenceShards(comm)
+    column = ColumnParallelLinear(12, 12, comm, sequence=shards)
+    with pytest.raises(StateError, match="sequence of None"):
+        column(Tensor(draw(2, 3, 12)))
+    shards.shard(np.arange(10))
+    with pytest.raises(StateError, match=r"sequence of 10.*shard"):
+        column(Tensor(draw(2, 10, 12)))
+    assert comm.calls.total() == 0
+
+
+def test_gradients_of_shared_parameters_travel_together(comm: Communicator) -> None:
+    one, two = (Tensor(draw(n), requires_grad=True) for n in (3, 5))
+    with no_grad():
+        assert share(comm, one, two)[1].data is two.data
+    a, b = share(comm, one, two)
+    ((a * comm.rank).sum() + (b[:2] * 2).sum()).backward()
+    assert comm.calls == ({"all_reduce": 1} if comm.size > 1 else {})
+    np.testing.assert_array_equal(one.grad, np.full(3, sum(range(comm.size))))
+    np.testing.assert_array_equal(two.grad, np.array([2, 2, 0, 0, 0]) * comm.size)
+
+
+def test_context_parallel_ranks_need_an_attention_that_reaches_them(
+    world: MPI.Intracomm,
+) -> None:
+    with Mesh(world, cp=world.size) as mesh:
+        if world.size > 1:
+            with pytest.raises(ConfigError, match=r"attention=None.*mesh\.cp"):
+                factories(mesh)
+        made = factories(mesh, attention=lambda q, k, v: v)
+        assert made["attention"](1, 2, 3) == 3
