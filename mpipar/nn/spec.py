@@ -12,6 +12,12 @@ read of a parameter.  It knows nothing of MPI: a mesh axis is a name, a rank a n
 
 Blocks are those of `partition.blocks`, so sizes need not divide.  Sharding again on another mesh
 axis cuts the local block once more, along the same or another dimension.
+
+Flat(start, stop) is the last cut that there can be: of the local block that all other axes leave,
+in row-major order, the rank holds the elements start..stop as a 1-D array.  Sharded data parallel
+training cuts so, across rows, since several parameters share one equal cut:
+
+    Flat(4, 8) of a (3, 4) block        . . . . | x x x x | . . . .     local shape (4,)
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,13 +50,28 @@ class Shard:
     """Every rank of the mesh axis holds a block along `dim`.
 
     parts: the sizes of the concatenated arrays along dim (fused qkv), each cut on its own.
+    copies: how many ranks of the axis hold this same block.
     """
 
     dim: int
     parts: tuple[int, ...] | None = None
+    copies: int = 1
 
 
-Placement = Replicate | Partial | Shard
+@dataclass(frozen=True)
+class Flat:
+    """Every rank of the mesh axis holds a range of the flattened local block, as a 1-D array.
+
+    start, stop: which elements, row-major, of the block that the spec's `pieces` describe.
+    copies: how many ranks of the axis hold this same range.
+    """
+
+    start: int
+    stop: int
+    copies: int = 1
+
+
+Placement = Replicate | Partial | Shard | Flat
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,8 @@ class Spec:
 
     placements: mesh axis -> placement; an axis that is absent is Replicate().
     pieces: for each dimension the global ranges ((offset, size), ...) that the local block
-    concatenates, adjacent ones merged and empty ones left out; () means everything.
+    concatenates, adjacent ones merged and empty ones left out; () means everything.  Under a Flat
+    placement they describe the block of which this rank holds a range.
     """
 
     name: str
@@ -79,8 +101,26 @@ class Spec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the local block."""
+        """The shape of what this rank holds: of the local block, or of a range of it."""
+        flat = self.flat
+        return self.block_shape if flat is None else (flat.stop - flat.start,)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The shape of the local block, whether or not a Flat placement leaves a range of it."""
         return tuple(sum(size for _, size in pieces) for pieces in self.pieces)
+
+    @property
+    def flat(self) -> Flat | None:
+        """The Flat placement, if there is one."""
+        found = [how for how in self.placements.values() if isinstance(how, Flat)]
+        return found[0] if found else None
+
+    @property
+    def block(self) -> "Spec":
+        """The spec of the whole local block: this one without its Flat placement."""
+        others = {a: how for a, how in self.placements.items() if not isinstance(how, Flat)}
+        return replace(self, placements=others)
 
     @property
     def offset(self) -> tuple[int, ...]:
@@ -95,7 +135,12 @@ class Spec:
     @property
     def sharded_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the array is cut, in the order in which it was."""
-        return tuple(axis for axis, how in self.placements.items() if isinstance(how, Shard))
+        return tuple(a for a, how in self.placements.items() if isinstance(how, Shard | Flat))
+
+    @property
+    def copies(self) -> int:
+        """How many ranks of all sharded axes hold what this rank holds."""
+        return prod(h.copies for h in self.placements.values() if isinstance(h, Shard | Flat))
 
     def placement(self, axis: str) -> Placement:
         """Return the placement on a mesh axis."""
@@ -106,13 +151,30 @@ class Spec:
         self._check_free(axis)
         return replace(self, placements={**self.placements, axis: placement})
 
+    def flatten(self, axis: str, start: int, stop: int, copies: int = 1) -> "Spec":
+        """Return the spec of elements start..stop of this local block, as a 1-D array.
+
+        Raises ConfigError for an axis that already has a placement, or a range outside the block.
+        """
+        self._check_free(axis)
+        if not 0 <= start <= stop <= prod(self.block_shape):
+            rule = f"it must lie in the {prod(self.block_shape)} elements of {self.name}"
+            raise ConfigError(explain("(start, stop)", (start, stop), rule, "Pass such a range"))
+        return replace(self, placements={**self.placements, axis: Flat(start, stop, copies)})
+
     def shard(
-        self, axis: str, dim: int, rank: int, size: int, parts: Sequence[int] | None = None
+        self,
+        axis: str,
+        dim: int,
+        rank: int,
+        size: int,
+        parts: Sequence[int] | None = None,
+        copies: int = 1,
     ) -> "Spec":
         """Return the spec of block `rank` of `size` of this local block, cut along `dim`.
 
         parts: sizes that add up to the global length of dim, each cut into `size` blocks on its
-        own; only for a dimension that is not cut yet.
+        own; only for a dimension that is not cut yet.  copies: as in Shard.
         Raises ConfigError for an axis that already has a placement, a dim or rank that does not
         exist, or parts that do not fit.
         """
@@ -136,22 +198,27 @@ class Spec:
         end = sum(self.pieces[dim][-1])
         local = _merge(chosen) or ((end, 0),)
         pieces = (*self.pieces[:dim], local, *self.pieces[dim + 1 :])
-        how = Shard(dim, None if parts is None else cut_parts)
+        how = Shard(dim, None if parts is None else cut_parts, copies)
         return replace(self, placements={**self.placements, axis: how}, pieces=pieces)
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield (slices of the local block, slices of the global array) of every solid piece."""
+        """Yield (slices of the local block, slices of the global array) of every solid piece.
+
+        Under a Flat placement they are those of the whole block.
+        """
         yield from (
             (tuple(local for local, _ in box), tuple(where for _, where in box))
             for box in product(*(_ranges(pieces) for pieces in self.pieces))
         )
 
     def take(self, whole: Array) -> Array:
-        """Return the local block of a global array; a view of it where no joining is needed.
+        """Return what this rank holds of a global array; a view where no joining is needed.
 
         Raises BufferMismatchError if the array does not have the global shape.
         """
         self._check_shape("whole", whole, self.shape)
+        if self.flat is not None:
+            return self.block.take(whole).reshape(-1)[self.flat.start : self.flat.stop]
         for dim, pieces in enumerate(self.pieces):
             at: Box = (slice(None),) * dim
             cut = [whole[(*at, where)] for _, where in _ranges(pieces)]
@@ -159,12 +226,17 @@ class Spec:
         return whole
 
     def put(self, whole: Array, local: Array) -> None:
-        """Write the local block into its places of a global array: the reverse of `take`.
+        """Write what this rank holds into its places of a global array: the reverse of `take`.
 
         Raises BufferMismatchError if one of the arrays does not have its shape.
         """
         self._check_shape("whole", whole, self.shape)
         self._check_shape("local", local, self.local_shape)
+        if self.flat is not None:
+            block = module_of(whole).array(self.block.take(whole), order="C")
+            block.reshape(-1)[self.flat.start : self.flat.stop] = local
+            self.block.put(whole, block)
+            return
         for here, there in self.boxes():
             whole[there] = local[here]
 
@@ -178,13 +250,28 @@ class Spec:
 
         rows: only these local indices of dimension 0, for work in blocks.
         """
+        if self.flat is not None:
+            start, stop, _ = rows.indices(self.flat.stop - self.flat.start)
+            return self._index_of_range(self.flat.start + start, self.flat.start + stop)
         total: np.ndarray = np.zeros((), np.uint64)
         for dim in range(len(self.shape)):
             along = self.index_along(dim)[rows if dim == 0 else slice(None)]
             total = total[..., None] + along * np.uint64(prod(self.shape[dim + 1 :]))
         return total
 
+    def _index_of_range(self, start: int, stop: int) -> np.ndarray:
+        """Return the global indices of elements start..stop of the flattened block."""
+        width = prod(self.block_shape[1:])
+        if stop <= start or not self.shape:
+            return np.zeros(max(0, stop - start), np.uint64)
+        first, last = start // width, -(-stop // width)  # the rows of the block that they touch
+        index = self.block.global_index(slice(first, last)).reshape(-1)
+        return index[start - first * width : stop - first * width]
+
     def _check_free(self, axis: str) -> None:
+        if self.flat is not None:
+            rule = f"{self.name} is flat already, and no axis can cut it further"
+            raise ConfigError(explain("axis", axis, rule, "Cut along the other axes first"))
         if axis in self.placements:
             rule = f"{self.name} must not have a placement on this mesh axis yet"
             raise ConfigError(explain("axis", axis, rule, "Place each axis once"))

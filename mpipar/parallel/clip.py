@@ -1,8 +1,8 @@
 """The norm of all gradients of a model spread over a mesh, and clipping by it.
 
 Every parameter counts once: its blocks are added over the mesh axes along which its spec is
-sharded, its replicas are not, and a parameter that several pipeline stages hold (a tied embedding:
-same name) is taken from the lowest of them.
+sharded (those that several ranks of an axis hold, in shares), its replicas are not, and a parameter
+that several pipeline stages hold (a tied embedding: same name) is taken from the lowest of them.
 
     weight sharded over tp, 2 ranks        replicated bias        stages 0 and 1 of a pipeline
     |g|^2 = |g0|^2 + |g1|^2 (all_reduce)   |g|^2 here             joined by one all_gather over pp
@@ -89,8 +89,10 @@ def squared_norms(params: list[Any], mesh: Mesh | None) -> tuple[list[str], np.n
         if mesh is None:
             _refuse_part(spec)
             continue
-        axes = tuple(sorted(axis for axis in spec.sharded_axes if mesh.axis_size(axis) > 1))
+        cut = [axis for axes in spec.sharded_axes for axis in axes.split("+")]  # "dp+cp" are two
+        axes = tuple(sorted(axis for axis in cut if mesh.axis_size(axis) > 1))
         if axes:
+            squares[i] /= spec.copies  # the ranks that hold the same block have a share each
             sharded.setdefault(axes, []).append(i)
     for axes in sorted(sharded):  # one order for all ranks of a stage
         assert mesh is not None

@@ -1,0 +1,96 @@
+"""The communicators of FSDP: one copy of the parameters is cut over `shard`, copies face `across`.
+
+    6 ranks, HYBRID_SHARD with shard_size=3      shard  0 1 2   and   3 4 5
+                                                 across 0 3     and   1 4     and   2 5
+
+Gathers and reductions have communicators of their own, as ranks may start them at different places
+among each other, and among what the rest of the program sends.
+"""
+
+from typing import Any, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from mpipar.errors import MismatchError
+from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.mesh import AXES
+from mpipar.rng import key
+
+DIRECT_RANKS = 32  # groups up to this size, inside a node, use the algorithms of fewest rounds
+
+
+class Link:
+    """A communicator of FSDP's own, and the algorithm that suits a pump; None in a group of one."""
+
+    def __init__(self, comm: Communicator, raw: MPI.Intracomm, what: str) -> None:
+        """Collective over `raw`, which is duplicated; options are those of `comm`."""
+        group = comm.process_group
+        how: dict[str, Any] = {"algorithm": group.algorithm, "timeout": group.timeout}
+        how |= {"reproducible": group.reproducible, "segment_bytes": group.segment_bytes}
+        self._of = group
+        self.comm = Communicator(raw, comm.device, f"{what} of {comm.name}", **how)
+        self.comm.process_group.calls = group.calls  # they count as the group's
+        few = self.comm.size <= DIRECT_RANKS and self.comm.process_group.nodes.count == 1
+        self.algorithm = "direct" if few and group.algorithm == "auto" else None
+
+    def settle(self) -> None:
+        """Add the seconds spent here to those of the communicator that FSDP was given."""
+        own = self.comm.process_group
+        self._of.seconds += own.seconds
+        own.seconds = 0.0
+
+
+class Links:
+    """All communicators of one FSDP; see the module.  None stands for a group of one.
+
+    shards: over how many ranks a copy is cut; shard_rank: which block this rank holds; copies: how
+    many ranks hold the same block; axis: the name of the mesh axis in the specs.
+    """
+
+    def __init__(self, comm: Communicator, shards: int) -> None:
+        """Collective over `comm`."""
+        self.comm, self.shards = comm, shards
+        self.shard_rank, self.copies = comm.rank % shards, comm.size // shards
+        self.axis = comm.name if set(comm.name.split("+")) <= set(AXES) else "dp"
+        raw = cast(MPI.Intracomm, comm.process_group.raw)
+        hybrid = 1 < shards < comm.size
+        near = raw.Split(comm.rank // shards, comm.rank) if hybrid else raw
+        far = raw.Split(comm.rank % shards, comm.rank) if hybrid else raw
+        self.gather = Link(comm, near, "parameters") if shards > 1 else None
+        self.reduce = Link(comm, near, "gradients") if shards > 1 else None
+        self.all = Link(comm, raw, "all gradients") if comm.size > 1 else None
+        self.across = Link(comm, far, "copies") if hybrid else None
+        if hybrid:
+            near.Free()
+            far.Free()
+
+    def owned(self) -> list[Link]:
+        """Return every link, each once."""
+        links = (self.gather, self.reduce, self.all, self.across)
+        return list({id(link): link for link in links if link is not None}.values())
+
+    def settle(self) -> None:
+        """Let the time spent count as that of the communicator that FSDP was given."""
+        for link in self.owned():
+            link.settle()
+
+    def agree(self, what: str) -> None:
+        """Collective: raise MismatchError on every rank unless all describe the same."""
+        if self.all is None:
+            return
+        mine = np.array([key(0, what)], np.uint64).view(np.int64)
+        told = self.all.comm.all_gather(mine, dim=0)
+        others = np.flatnonzero(told != told[0]).tolist()
+        if others:
+            raise MismatchError(
+                f"ranks {others} of communicator {self.comm.name!r} shard other parameters (names, "
+                "shapes, dtypes, units), or with other settings, than rank 0. Build the same model "
+                "with the same FsdpConfig on every rank"
+            )
+
+    def destroy(self) -> None:
+        """Collective: free the communicators; a second call does nothing."""
+        for link in self.owned():
+            link.comm.destroy()
+        self.gather = self.reduce = self.all = self.across = None

@@ -1,0 +1,231 @@
+"""Reducing: gradients go to the shards while backward still computes others.
+
+    backward   unit 2 | unit 1 | unit 0 | base
+    in flight           2        1 2      0 1      end: wait for all, leave them in shard.grad
+
+Once a segment of a unit is complete it is reduced: by reduce_scatter over the ranks that share a
+copy, then by all_reduce over those that hold the same block.  All ranks start the segments in ONE
+order, that of backward: a segment waits for those before it.  What a rank did not use counts as
+zeros; one small all_reduce (a byte a parameter) finds out what nobody used, whose gradient is None.
+Without a sync gradients stay whole, and are added up.
+
+Cost of a step: a reduce_scatter of the gradients, most of it beside backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array
+from mpipar.autograd import add_pump
+from mpipar.comm import waiting
+from mpipar.parallel.fsdp.gradients import Gradients, Pool
+from mpipar.parallel.fsdp.links import Link, Links
+from mpipar.parallel.fsdp.unit import Unit
+
+BUFFERS = 2  # of units' whole gradients: one is written, one is on its way
+
+
+class Flight:
+    """A segment on its way: over the ranks that share a copy, then over those with the same block.
+
+    sent: what travels; out: where the sum arrives; stage: 0 scattered, 1 added up, 2 done.
+    """
+
+    def __init__(self, of: Gradients, which: int, sent: Array) -> None:
+        self.of, self.which, self.sent = of, which, sent
+        own, whole = of.owns[which], of.unit.cut.ranks == 1
+        if own.dtype == sent.dtype and (of.in_place or not whole):
+            self.out = own
+        else:
+            self.out = sent if whole else of.unit.xp.empty(own.shape, sent.dtype)
+        self.stage = 0
+        self.handle: Any = None
+
+
+class Reducer:
+    """Reduces the gradients of all units; see the module.
+
+    base, units: those that the whole model uses, and those that are used one after the other.
+    wire: the dtype that gradients travel in, if it is not the one that they are computed in.
+    """
+
+    def __init__(
+        self,
+        base: Sequence[Unit],
+        units: Sequence[Unit],
+        links: Links,
+        op: str,
+        keeps: bool,
+        wire: np.dtype | None,
+    ) -> None:
+        self._links, self._op, self._wire = links, op, wire
+        self.pool = Pool()
+        self.grads = [Gradients(unit, keeps) for unit in (*units[::-1], *base[::-1])]
+        self._limit = BUFFERS + sum(not grads.keeps for grads in self.grads[len(units) :])
+        self._of = {id(grads.unit): grads for grads in self.grads}
+        self._queue = [
+            (grads, which)
+            for grads in self.grads
+            for which in reversed(range(len(grads.unit.layout.segments)))
+        ]
+        self._next = 0  # in the queue
+        self._flights: list[Flight] = []
+        self._pump: Any = None
+        self.quiet = False  # gradients stay on this rank
+        self.peak_bytes = 0
+        self.handles = [
+            param.register_hook(lambda _, g=grads, n=number: self._complete(g, n))
+            for grads in self.grads
+            for number, param in enumerate(grads.unit.params)
+            if param.requires_grad
+        ]
+
+    # -- in backward -----------------------------------------------------------------------------
+
+    def expect(self, unit: Unit) -> None:
+        """Backward comes to the unit: let it write the gradients where they are to be."""
+        grads = self._of[id(unit)]
+        if grads.expected:
+            return
+        grads.expected = True
+        if self._pump is None:
+            self._pump = add_pump(self._advance)
+        self._open(grads)
+        for which, segment in enumerate(unit.layout.segments):
+            members = [unit.params[number] for number in segment.members]
+            grads.missing[which] = sum(param.requires_grad for param in members)
+
+    def _open(self, grads: Gradients) -> None:
+        full = grads.whole is None and not grads.keeps and self.pool.taken >= self._limit
+        while full and not self.pool.free and self._flights:
+            self._land(self._flights[0])
+        grads.open(self.pool)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def _complete(self, grads: Gradients, number: int) -> None:
+        """The hook of a parameter: its gradient in this backward is complete."""
+        self.expect(grads.unit)
+        grads.missing[grads.unit.layout.segment_of[number]] -= 1
+        self._advance()
+
+    def _advance(self) -> None:
+        """Advance what is in flight, and start what may start."""
+        waiting.progress()
+        self._fly()
+        if self.quiet:
+            return
+        while self._next < len(self._queue):
+            grads, which = self._queue[self._next]
+            if not grads.expected or grads.missing[which]:
+                return
+            self._launch(grads, which)
+
+    def _fly(self) -> None:
+        """Take every flight as far as it has come; blocks are added up in the order of launches."""
+        for flight in self._flights:
+            if not flight.handle.test():
+                if flight.stage == 0:
+                    break
+            elif flight.stage == 0:
+                self._add_up(flight)
+            else:
+                self._arrive(flight)
+        self._flights = [flight for flight in self._flights if flight.stage < 2]
+
+    # -- one segment -----------------------------------------------------------------------------
+
+    def _launch(self, grads: Gradients, which: int) -> None:
+        """Start the reduction of the segment whose turn it is."""
+        self._next += 1
+        unit, segment = grads.unit, grads.unit.layout.segments[which]
+        sent = grads.close(segment)
+        if self._wire is not None and sent.dtype != self._wire:
+            sent = sent.astype(self._wire)
+        flight = Flight(grads, which, sent)
+        if unit.cut.ranks > 1:
+            assert self._links.reduce is not None
+            how = {"dim": 0, "sizes": segment.sizes, "out": flight.out}
+            flight.handle = self._post(self._links.reduce, "reduce_scatter", sent, how)
+        else:
+            self._add_up(flight)
+        if flight.stage < 2:
+            self._flights.append(flight)
+
+    def _add_up(self, flight: Flight) -> None:
+        """Go on with what is scattered: add up the copies of a block."""
+        flight.stage = 1
+        link = self._links.all if flight.of.unit.cut.ranks == 1 else self._links.across
+        if link is None:
+            self._arrive(flight)
+        else:
+            flight.handle = self._post(link, "all_reduce", flight.out, {"out": flight.out})
+
+    def _post(self, link: Link, what: str, x: Array, how: dict[str, Any]) -> Any:
+        how |= {"op": self._op, "algorithm": link.algorithm, "async_op": True}
+        return getattr(link.comm, what)(x, **how)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a flight, the first of those in the air."""
+        while flight.stage < 2:
+            flight.handle.wait()
+            if flight.stage == 0:
+                self._add_up(flight)
+            else:
+                self._arrive(flight)
+        self._flights = [other for other in self._flights if other is not flight]
+
+    def _arrive(self, flight: Flight) -> None:
+        """Take the sum to where the shards' gradients are."""
+        flight.stage = 2
+        own = flight.of.owns[flight.which]
+        if flight.out is not own:
+            own[...] = flight.out
+        flight.of.landed(self.pool)
+
+    # -- the end of backward ---------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Backward has ended; without a sync that is all."""
+        for grads in self.grads:
+            grads.expected = False
+        if self._pump is not None:
+            self._pump.remove()
+            self._pump = None
+
+    def sync(self) -> None:
+        """Collective: reduce all that is left, and leave the results in the shards."""
+        while self._next < len(self._queue):
+            grads, which = self._queue[self._next]
+            if not grads.pending:
+                self._open(grads)
+            self._launch(grads, which)
+        used = np.array([used for grads in self.grads for used in grads.used], np.uint8)
+        link = self._links.all
+        asked = link and link.comm.all_reduce(used, "max", out=used, async_op=True)
+        for flight in tuple(self._flights):
+            self._land(flight)
+        if asked is not None:
+            asked.wait()
+        start = 0
+        for grads in self.grads:
+            grads.hand_out(used[start : start + len(grads.used)].astype(bool).tolist())
+            start += len(grads.used)
+        self._next = 0
+        self._links.settle()
+
+    def forget(self) -> None:
+        """Drop what was not reduced."""
+        for grads in self.grads:
+            grads.forget()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that were not reduced."""
+        return any(grads.pending for grads in self.grads)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all gradients, whole or not."""
+        return self.pool.bytes + sum(grads.bytes for grads in self.grads)
