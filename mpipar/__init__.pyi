@@ -37,6 +37,8 @@ from .parallel.data_parallel import DataParallel as DataParallel
 from .parallel.fsdp import FSDP as FSDP
 from .parallel.fsdp import FsdpConfig as FsdpConfig
 from .parallel.fsdp import LossScaler as LossScaler
+from .parallel.experts.moe import MoE as MoE
+from .parallel.experts.moe import balance_loss as balance_loss
 from .parallel.loss import token_mean as token_mean
 from .parallel.mesh import Mesh as Mesh
 from .parallel.pipeline import Pipeline as Pipeline

@@ -33,6 +33,7 @@ class Call(NamedTuple):
     root: int = 0
     offset: int = 1
     dims: tuple[int, ...] = ()  # the dimensions that are cut or joined
+    once: bool = False  # its sizes will hardly come again: its plan is not kept
 
 
 @dataclass(eq=False, frozen=True)

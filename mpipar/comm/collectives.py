@@ -261,6 +261,29 @@ def all_to_all(
     return group.start(call, pack(x, scatter_dim, scattered), packed, finish, async_op)
 
 
+def exchange(group: ProcessGroup, x: Any, counts: Sequence[Sequence[int]]) -> Any:
+    """Send rows of x (n, ...) to other ranks, any number to each; return those that came.
+
+    counts[i][j] rows go from rank i to rank j; every rank states them all.  x has them in the order
+    of the receivers, the result in the order of the senders.
+    """
+    with checking(group, "exchange") as agreed:
+        x = as_array(x)
+        cut = tuple(tuple(int(n) for n in row) for row in counts)
+        sent, came = sum(cut[group.rank]), sum(row[group.rank] for row in cut)
+        if not x.ndim or len(x) != sent:
+            rule = f"its rows must be the {sent} that counts[{group.rank}] states"
+            raise BufferMismatchError(explain("x.shape", x.shape, rule, "Pass these rows"))
+        row = math.prod(x.shape[1:])
+        sizes = tuple(n * row for line in cut for n in line)
+        call = Call("all_to_all", group.algorithm, None, x.dtype, sizes, once=True)
+        if agreed.wanted:
+            agreed.on(x.dtype, f"rows {x.shape[1:]}, counts {cut}")
+            group.validate(call)
+    result = np.empty((came, *x.shape[1:]), x.dtype)
+    return group.start(call, flat(x), result.reshape(-1), lambda: result)
+
+
 def shift(
     group: ProcessGroup,
     x: Any,

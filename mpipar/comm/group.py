@@ -220,7 +220,7 @@ class ProcessGroup:
         prepared.divisor = self.size if call.op == "mean" else 1
         if algorithm != "mpi":
             self._compile(call, prepared, nbytes)
-        if isinstance(call.op, UserOp):
+        if call.once or isinstance(call.op, UserOp):
             return prepared
         prepared.nbytes = nbytes if prepared.persistent is not None else 0
         self._kept_bytes += prepared.nbytes
@@ -270,7 +270,7 @@ class ProcessGroup:
         plan = prepared.plan = compile_plan(made, self.rank, layout)
         prepared.fold = fold_of(call)
         small = nbytes <= PERSISTENT_BYTES and self.size <= PERSISTENT_RANKS
-        if small and not isinstance(call.op, UserOp):
+        if small and not call.once and not isinstance(call.op, UserOp):
             tag = PERSISTENT_TAG + prepared.signature % (SEQUENCE_TAG - PERSISTENT_TAG)
             prepared.persistent = Persistent(
                 self.raw, plan, call.dtype, tag, prepared.fold, prepared.divisor, self.flight
