@@ -8,6 +8,7 @@ from mpipar.models.factories import (
     CrossEntropy,
     EmbeddingFactory,
     Factories,
+    Length,
     LinearFactory,
     NormFactory,
     Shard,
@@ -27,6 +28,7 @@ def build(
     cross_entropy: CrossEntropy | None = None,
     norm: NormFactory | None = None,
     shard: Shard | None = None,
+    length: Length | None = None,
 ) -> Transformer:
     """Return the model of a config; a factory that is None makes dense layers.
 
@@ -39,6 +41,7 @@ def build(
         "cross_entropy": cross_entropy,
         "norm": norm,
         "shard": shard,
+        "length": length,
     }
     make = Factories(**{name: make for name, make in given.items() if make is not None})
     return FAMILIES[config.model](config, make)

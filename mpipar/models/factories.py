@@ -12,8 +12,8 @@ A column layer may return fewer features than asked for.  The model takes its nu
 from the width it gets.
 
 What lies between a row layer and the next column layer may be a part of the sequence.  Then row
-layers and embeddings return that part, `norm` works on it, column layers and logits take it, and
-`shard` cuts what belongs to it: the positions of its tokens.
+layers and embeddings return that part, `norm` works on it, column layers and logits take it,
+`shard` cuts what belongs to it (the positions of its tokens), and `length` says how long all is.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,6 +71,7 @@ class Shard(Protocol):
         """Return the part of x, an array or a Tensor."""
 
 
+Length = Callable[[Tensor], int]  # (B, S or a part of it, C) -> S; collective
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal, all [B, S, local heads, D]
 CrossEntropy = Callable[..., Tensor]  # (logits, targets, reduction=), masks targets of -100
 
@@ -106,6 +107,11 @@ def whole(x: Any, dim: int = -1) -> Any:
     return x
 
 
+def whole_length(x: Tensor) -> int:
+    """Return the length of x (B, S, C): the whole sequence lies between layers."""
+    return int(x.shape[1])
+
+
 @dataclass(frozen=True)
 class Factories:
     """The functions a model is built from."""
@@ -116,6 +122,7 @@ class Factories:
     cross_entropy: CrossEntropy = F.cross_entropy
     norm: NormFactory = dense_norm
     shard: Shard = whole
+    length: Length = whole_length
 
     def column(
         self,

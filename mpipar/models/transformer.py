@@ -88,7 +88,8 @@ class Transformer(Module):
         """Build all layers, or those of a part of the model."""
         self.config = config
         self.part = part or Part(range(config.layers), first=True, last=True)
-        self.cross_entropy, self.shard = make.cross_entropy, make.shard
+        self.cross_entropy = make.cross_entropy
+        self.shard, self.length = make.shard, make.length
         ends = self.part.first, self.part.last
         needs_table = self.part.first or (self.part.last and config.tied)
         self.token_embedding = make.table(config, "token_embedding") if needs_table else None
@@ -119,7 +120,7 @@ class Transformer(Module):
             tokens, positions = _checked(tokens, positions)
             x = self.embed(tokens, positions)
         elif positions is None:
-            positions = np.arange(x.shape[1])
+            positions = np.arange(self.length(x))
         for block in self.blocks.values() if isinstance(self.blocks, dict) else self.blocks:
             x = block(x, positions)
         return self.logits(x) if self.part.last else x

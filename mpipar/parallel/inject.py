@@ -7,7 +7,7 @@ role "row"      RowParallelLinear over mesh.tp       attention output; MLP down
 role "dense"    nn.Linear, replicated
 embedding       VocabParallelEmbedding, whose `logits` are spread over the vocabulary
 cross_entropy   vocab_parallel_cross_entropy of such logits
-norm, shard     with sequence parallelism, what works on blocks of the sequence between the layers
+norm, shard, length   with sequence parallelism, for blocks of the sequence between the layers
 """
 
 from collections.abc import Callable, Sequence
@@ -82,15 +82,15 @@ def factories(
         "attention": attention or causal,
         "cross_entropy": cross_entropy,
     }
-    return made if shards is None else {**made, "norm": _norm(shards), "shard": shards.shard}
+    return made if shards is None else {**made, **_between(shards)}
 
 
-def _norm(shards: SequenceShards) -> Callable[..., Module]:
-    """Return the factory of norms that work on blocks of the sequence."""
+def _between(shards: SequenceShards) -> dict[str, Callable[..., Any]]:
+    """Return the functions for what works on blocks of the sequence between the layers."""
     kinds: dict[type, type] = {LayerNorm: SequenceLayerNorm, RMSNorm: SequenceRMSNorm}
 
     def norm(kind: type[Module], dim: int, **settings: Any) -> Module:
         made: Module = kinds[kind](shards.comm, dim, **settings)
         return made
 
-    return norm
+    return {"norm": norm, "shard": shards.shard, "length": shards.whole_length}

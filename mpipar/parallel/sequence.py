@@ -57,6 +57,13 @@ class SequenceShards:
         self.state(x.shape[dim])
         return scatter_to(self.comm, x, dim)
 
+    def whole_length(self, x: Any) -> int:
+        """Collective: return the length of the sequence of which x (..., s, C) is a rank's block.
+
+        For who is given blocks only, as a later stage of a pipeline is.
+        """
+        return int(self.comm.all_reduce(np.array([x.shape[-2]]))[0])
+
     def sizes(self, x: Any) -> tuple[int, ...]:
         """Return the sizes of the ranks' blocks, one of which is x (..., s, C).
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpipar import partition, rng
 from mpipar.autograd import Tape, Tensor, no_grad, recompute
 from mpipar.errors import ConfigError, StateError
-from mpipar.models import ModelConfig, build, generate
+from mpipar.models import ModelConfig, build, generate, stages
 from mpipar.nn import LayerNorm, Linear, Module, RMSNorm
 from mpipar.optim import AdamW
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
@@ -26,6 +26,7 @@ from mpipar.parallel.data_parallel import DataParallel
 from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
+from mpipar.parallel.pipeline import Pipeline
 from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards, share
 from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from mpipar.parallel.vocab import VocabParallelEmbedding
@@ -224,6 +225,36 @@ def test_generation_writes_what_the_dense_model_writes(raw: MPI.Intracomm) -> No
             parallel(mesh, GPT2), prompt, 6, seed=1, gather=partial(mesh.tp.all_gather, sizes=sizes)
         )
         np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+def test_stages_of_a_pipeline_send_blocks(world: MPI.Intracomm, schedule: str) -> None:
+    """pp 2, tp 2: dropout on, and weight gradients that are put off in zb1p."""
+    if world.size != 4:
+        return
+    tokens, targets = batch(LONGEST)
+    count = int((targets != -100).sum())
+    for family, overlap in zip(FAMILIES, (False, True, True, False), strict=True):
+        whole = build(config_of(family, dropout=0.1))
+        with rng.at(1, 0):
+            loss = whole.loss(tokens, targets)[0] / count
+        loss.backward()
+        expected = dict(whole.named_parameters())
+        with Mesh(world, pp=2, tp=2) as mesh:
+            layers = factories(mesh, sequence_parallel=True, overlap=overlap)
+            make = stages(config_of(family, dropout=0.1), 2, **layers)
+            with Pipeline(make, mesh.pp, schedule, 3) as pipe:
+                last = pipe.stages.get(1)
+
+                def loss_fn(logits: Tensor, goal: np.ndarray, last: Any = last) -> Any:
+                    return last.loss_of(logits, goal)[0] / count
+
+                with rng.at(1, 0):
+                    got = pipe.step(tokens, targets, loss_fn)
+                np.testing.assert_allclose(got, loss.item(), rtol=1e-12)
+                for name, param in pipe.named_parameters():
+                    full = param.spec.take(expected[name].grad)
+                    np.testing.assert_allclose(param.grad, full, err_msg=name, **EXACT)
 
 
 # ---- layers
