@@ -155,6 +155,11 @@ class Pipeline:
         return tuple(self._executor.recorder.actions)
 
     @property
+    def tied(self) -> tuple[str, ...]:
+        """The names of parameters of this rank that other stages hold too."""
+        return self._tied.names
+
+    @property
     def peak_live(self) -> int:
         """The most activations (micro-batches times stages) held here at a time in that step."""
         return self._executor.peak_live

@@ -25,7 +25,10 @@ Ranks = tuple[int, ...]
 
 
 class TiedGradients:
-    """Adds up the gradients of parameters of one name."""
+    """Adds up the gradients of parameters of one name.
+
+    names: those that this rank holds and other ranks, or other stages of its own, hold too.
+    """
 
     def __init__(self, comm: Communicator, parameters: list[Any]) -> None:
         """Collective: find out which names several stages hold.
@@ -42,17 +45,10 @@ class TiedGradients:
         for ranks in sorted(set(holders.values())):
             if len(ranks) > 1 and comm.rank in ranks:
                 self._comms[ranks] = _make(comm, ranks)
-        self._tied = [
-            (params, self._comms.get(holders[name]))
-            for name, params in sorted(named.items())
-            if len(params) > 1 or len(holders[name]) > 1
-        ]
+        shared = {n: p for n, p in sorted(named.items()) if len(p) > 1 or len(holders[n]) > 1}
+        self.names = tuple(shared)
+        self._tied = [(params, self._comms.get(holders[name])) for name, params in shared.items()]
         self._before: dict[int, Any] = {}
-
-    @property
-    def count(self) -> int:
-        """How many names this rank holds that others, or other stages of its own, hold too."""
-        return len(self._tied)
 
     def fault(self) -> StateError | None:
         """Return what is wrong with the gradients that are there before a step."""
@@ -84,14 +80,8 @@ class TiedGradients:
             if comm is not None:
                 total = comm.all_reduce(total, out=total)
             for param in params:
-                before = self._before.pop(id(param), None)
-                if before is not None:
-                    before += total
-                    param.grad = before
-                elif param.grad is not None:
-                    param.grad[...] = total
-                else:
-                    param.grad = total.copy()
+                before = self._before.pop(id(param), 0)
+                param.grad = total + before  # a new array for each of them
 
     def destroy(self) -> None:
         """Collective: free the communicators."""
