@@ -32,6 +32,7 @@ from mpipar.errors import MismatchError
 from mpipar.optim import AdamW
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.data_parallel import DataParallel
+from mpipar.train import heap
 from mpipar.train.agree import together
 
 WARM = 2  # steps before the first turn of each side
@@ -91,6 +92,7 @@ def measure(config: Train, comm: Communicator, mode: Mode) -> Row:
 
     Raises ConfigError on every rank if a peer fails, MismatchError if its model is another one.
     """
+    heap.keep_freed()  # as in training
     with ExitStack() as stack:
         peer = _peer(config, comm, mode, stack) if config.peer else None
         forget_peak()

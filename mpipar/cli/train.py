@@ -38,11 +38,13 @@ def run(config: Config) -> int:
     from mpi4py import MPI
 
     from mpipar.comm.abort import end_job
+    from mpipar.train import heap
     from mpipar.train.agree import is_of_all_ranks
     from mpipar.train.loop import train
     from mpipar.train.progress import display
     from mpipar.train.report import JsonLog, Plot, Report, Several
 
+    heap.keep_freed()
     world = MPI.COMM_WORLD
     reports: list[Report] = []
     if world.rank == 0:
