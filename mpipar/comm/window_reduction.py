@@ -42,7 +42,6 @@ from mpipar.kernels.reduce import COMBINE, fold
 if TYPE_CHECKING:
     from mpipar.comm.group import ProcessGroup
 
-PIECE = 1 << 15  # elements that are added, divided and rounded while they are in the cache
 
 # Tests set this to a function of (step, number of the reduction) that is called at each step.
 pause: Callable[[str, int], None] | None = None
@@ -153,12 +152,12 @@ class Reduction:
         self._at("add")
         work, op = self._work, self._call.op
         if work.messages is None:
-            add(op, work.operands, self._total, work.divisor)
+            fold(COMBINE[op], work.operands, self._total, work.divisor)
             self._step = self._publish
             return True
         if is_sixteen_bit(self._call.dtype):  # the sums of the nodes stay float32
             self._total = np.empty(self._total.size, compute_dtype(self._call.dtype))
-        add(op, work.operands, self._total)
+        fold(COMBINE[op], work.operands, self._total)
         self._at("across")
         self._execution = Execution(
             work.across,
@@ -181,7 +180,7 @@ class Reduction:
             return False
         result, divisor = self._work.result, self._work.divisor
         if divisor != 1 or self._total is not result:
-            add(self._call.op, [self._total], result, divisor)
+            fold(COMBINE[self._call.op], [self._total], result, divisor)
         self._step = self._publish
         return True
 
@@ -202,21 +201,3 @@ class Reduction:
             self.done = True
             waiting.leave(self.test)
         return False
-
-
-def add(op: str, operands: list[np.ndarray], out: np.ndarray, divisor: float = 1) -> None:
-    """Write the reduction of the operands into `out`, piece by piece, so that each stays cached.
-
-    `out` may be the first operand.  16-bit operands are combined in float32, and rounded once where
-    `out` has 16 bits too.
-    """
-    wide = compute_dtype(operands[0].dtype)
-    for start in range(0, out.size, PIECE):
-        pieces = [operand[start : start + PIECE] for operand in operands]
-        target = out[start : start + PIECE]
-        if out.dtype == operands[0].dtype:
-            fold(COMBINE[op], pieces, target, divisor)
-        elif is_sixteen_bit(out.dtype):
-            target[:] = pieces[0] / divisor
-        else:
-            fold(COMBINE[op], [piece.astype(wide) for piece in pieces], target, divisor)
