@@ -15,7 +15,9 @@ from mpipar.errors import ConfigError, explain
 
 SEGMENT_BYTES = 1 << 22  # smaller ones cost more switching between ranks than they save
 MOST_SEGMENTS = 64
+PART_BYTES, MOST_PARTS = 1 << 18, 8  # of a part, what a rank sends to another node in a round
 SMALL_BYTES = 1 << 16  # where the number of rounds costs more than the bytes
+SMALL_ACROSS_BYTES = 1 << 13  # of several nodes, whose ranks then all send these bytes to the next
 FEW_RANKS = 8
 
 
@@ -86,10 +88,11 @@ def choose(collective: str, nbytes: int, ranks: int, nodes: Nodes, table: Table)
     few = ranks <= FEW_RANKS and nodes.count == 1  # all at once: the fewest rounds
     match collective:
         case "all_reduce":
+            levels = nodes.count > 1 and nodes.sizes is not None and nodes.count < ranks
+            if levels and nbytes > SMALL_ACROSS_BYTES:
+                return "hierarchical"
             if small:
                 return "recursive_doubling"
-            if nodes.count > 1 and nodes.sizes is not None and nodes.count < ranks:
-                return "hierarchical"
             return "direct" if few else "ring"
         case "reduce_scatter":
             return "direct" if few else "recursive_halving" if small else "ring"
@@ -116,3 +119,14 @@ def segments(chunk_bytes: int, segment_bytes: int | None, crowded: bool) -> int:
         return 1
     target = SEGMENT_BYTES if segment_bytes is None else segment_bytes
     return max(1, min(MOST_SEGMENTS, -(-chunk_bytes // max(1, target))))
+
+
+def parts(chunk_bytes: int, segment_bytes: int | None, crowded: bool) -> int:
+    """Return how many parts of a two-level all_reduce follow one another (see `stagger`).
+
+    chunk_bytes: what a rank sends to another node in a round without.  On a crowded node the whole
+    vector is one part, for the reason that `segments` has.
+    """
+    if segment_bytes is not None:
+        return max(1, min(MOST_SEGMENTS, -(-chunk_bytes // segment_bytes)))
+    return 1 if crowded else max(1, min(MOST_PARTS, chunk_bytes // PART_BYTES))

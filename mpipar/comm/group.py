@@ -260,12 +260,8 @@ class ProcessGroup:
             offset=call.offset,
             nodes=self.nodes.sizes if prepared.algorithm == "hierarchical" else None,
         )
+        made = self._cut(made, max(block_sizes(call, made.blocks), default=0) * call.dtype.itemsize)
         sizes = block_sizes(call, made.blocks)
-        parts = choice.segments(
-            max(sizes, default=0) * call.dtype.itemsize, self.segment_bytes, self._crowded
-        )
-        if parts > 1 and made.reduced:
-            made = schedules.segment(made, parts)
         layout = layout_of(made, self.rank, sizes)
         plan = prepared.plan = compile_plan(made, self.rank, layout)
         prepared.fold = fold_of(call)
@@ -277,6 +273,16 @@ class ProcessGroup:
             )
             if call.collective == "all_reduce" and not self.check and isinstance(call.op, str):
                 self._shorten(call, prepared, prepared.persistent)
+
+    def _cut(self, made: schedules.CommSchedule, chunk_bytes: int) -> schedules.CommSchedule:
+        """Cut large chunks, so that one thing goes on beside another."""
+        if made.algorithm == "hierarchical" and self.nodes.count > 1:
+            parts = choice.parts(chunk_bytes, self.segment_bytes, self._crowded)
+            return schedules.stagger(made, parts)
+        if not made.reduced:
+            return made
+        parts = choice.segments(chunk_bytes, self.segment_bytes, self._crowded)
+        return schedules.segment(made, parts)
 
     def _shorten(self, call: Call, prepared: Prepared, persistent: Persistent) -> None:
         """Let the next call like this one take the short way, whether it names the algorithm."""

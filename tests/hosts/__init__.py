@@ -1,0 +1,1 @@
+"""Tests on two emulated hosts with a slow link between them."""
