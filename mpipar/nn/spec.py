@@ -119,7 +119,10 @@ class Spec:
     @property
     def block(self) -> "Spec":
         """The spec of the whole local block: this one without its Flat placement."""
-        others = {a: how for a, how in self.placements.items() if not isinstance(how, Flat)}
+        others = dict(self.placements)
+        for axis, how in self.placements.items():
+            if isinstance(how, Flat):
+                del others[axis]
         return replace(self, placements=others)
 
     @property

@@ -136,8 +136,8 @@ def test_weights_are_those_of_one_process(comm: mp.Communicator, strategy: str) 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_norm_is_that_of_the_whole_gradient(world: MPI.Intracomm, strategy: str) -> None:
     wanted = dense(2, 0.5)
-    for flatten in (True, False):
-        with mp.Mesh(world) as mesh:
+    with mp.Mesh(world) as mesh:
+        for flatten in (True, False):
             how = config(strategy, mesh.dp, flatten_parameters=flatten, min_param_size=0)
             with mp.FSDP(Net(), mesh.dp, how, op="sum") as net:
                 sharded(net, mesh.dp, 2, "last", mesh)

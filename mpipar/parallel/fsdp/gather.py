@@ -165,14 +165,11 @@ class Gatherer:
                     block[...] = own  # rounded, if it is to be narrower
                 own = block
             if unit.cut.ranks > 1:
-                place.handles.append(self._gather(own, whole[segment.where], segment.sizes))
+                assert self._link is not None
+                sent = self._link.all_gather(own, whole[segment.where], segment.sizes)
+                place.handles.append(sent)
         unit.point(whole)
         place.current = not place.handles
-
-    def _gather(self, own: Array, whole: Array, sizes: tuple[int, ...]) -> Any:
-        assert self._link is not None
-        how = {"algorithm": self._link.algorithm, "async_op": True}
-        return self._link.comm.all_gather(own, dim=0, sizes=sizes, out=whole, **how)
 
     def _finish(self, place: Place) -> None:
         """Wait until a unit is there."""

@@ -7,11 +7,12 @@ Gathers and reductions have communicators of their own, as ranks may start them 
 among each other, and among what the rest of the program sends.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpipar.arrays import Array
 from mpipar.errors import MismatchError
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.mesh import AXES
@@ -23,7 +24,7 @@ DIRECT_RANKS = 32  # groups up to this size, inside a node, use the algorithms o
 class Link:
     """A communicator of FSDP's own, and the algorithm that suits a pump; None in a group of one."""
 
-    def __init__(self, comm: Communicator, raw: MPI.Intracomm, what: str) -> None:
+    def __init__(self, comm: Communicator, raw: MPI.Comm, what: str) -> None:
         """Collective over `raw`, which is duplicated; options are those of `comm`."""
         group = comm.process_group
         how: dict[str, Any] = {"algorithm": group.algorithm, "timeout": group.timeout}
@@ -33,6 +34,20 @@ class Link:
         self.comm.process_group.calls = group.calls  # they count as the group's
         few = self.comm.size <= DIRECT_RANKS and self.comm.process_group.nodes.count == 1
         self.algorithm = "direct" if few and group.algorithm == "auto" else None
+
+    def all_gather(self, own: Array, whole: Array, sizes: tuple[int, ...]) -> Any:
+        """Post the gathering of blocks of these sizes in `whole`; return the handle."""
+        how: dict[str, Any] = {"algorithm": self.algorithm, "async_op": True}
+        return self.comm.all_gather(own, dim=0, sizes=sizes, out=whole, **how)
+
+    def reduce_scatter(self, whole: Array, own: Array, sizes: tuple[int, ...], op: str) -> Any:
+        """Post the reduction of `whole`, of which this rank gets its block; return the handle."""
+        how: dict[str, Any] = {"algorithm": self.algorithm, "async_op": True}
+        return self.comm.reduce_scatter(whole, dim=0, op=op, sizes=sizes, out=own, **how)
+
+    def all_reduce(self, x: Array, op: str) -> Any:
+        """Post the reduction of x in its place; return the handle."""
+        return self.comm.all_reduce(x, op, out=x, algorithm=self.algorithm, async_op=True)
 
     def settle(self) -> None:
         """Add the seconds spent here to those of the communicator that FSDP was given."""
@@ -53,7 +68,7 @@ class Links:
         self.comm, self.shards = comm, shards
         self.shard_rank, self.copies = comm.rank % shards, comm.size // shards
         self.axis = comm.name if set(comm.name.split("+")) <= set(AXES) else "dp"
-        raw = cast(MPI.Intracomm, comm.process_group.raw)
+        raw = comm.process_group.raw
         hybrid = 1 < shards < comm.size
         near = raw.Split(comm.rank // shards, comm.rank) if hybrid else raw
         far = raw.Split(comm.rank % shards, comm.rank) if hybrid else raw
@@ -83,6 +98,7 @@ class Links:
         told = self.all.comm.all_gather(mine, dim=0)
         others = np.flatnonzero(told != told[0]).tolist()
         if others:
+            self.destroy()
             raise MismatchError(
                 f"ranks {others} of communicator {self.comm.name!r} shard other parameters (names, "
                 "shapes, dtypes, units), or with other settings, than rank 0. Build the same model "

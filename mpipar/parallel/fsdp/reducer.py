@@ -13,6 +13,7 @@ Cost of a step: a reduce_scatter of the gradients, most of it beside backward.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from mpipar.arrays import Array
 from mpipar.autograd import add_pump
 from mpipar.comm import waiting
 from mpipar.parallel.fsdp.gradients import Gradients, Pool
-from mpipar.parallel.fsdp.links import Link, Links
+from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.unit import Unit
 
 BUFFERS = 2  # of units' whole gradients: one is written, one is on its way
@@ -76,7 +77,7 @@ class Reducer:
         self.quiet = False  # gradients stay on this rank
         self.peak_bytes = 0
         self.handles = [
-            param.register_hook(lambda _, g=grads, n=number: self._complete(g, n))
+            param.register_hook(partial(self._complete, grads, number))
             for grads in self.grads
             for number, param in enumerate(grads.unit.params)
             if param.requires_grad
@@ -104,7 +105,7 @@ class Reducer:
         grads.open(self.pool)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def _complete(self, grads: Gradients, number: int) -> None:
+    def _complete(self, grads: Gradients, number: int, param: Any) -> None:
         """The hook of a parameter: its gradient in this backward is complete."""
         self.expect(grads.unit)
         grads.missing[grads.unit.layout.segment_of[number]] -= 1
@@ -146,8 +147,8 @@ class Reducer:
         flight = Flight(grads, which, sent)
         if unit.cut.ranks > 1:
             assert self._links.reduce is not None
-            how = {"dim": 0, "sizes": segment.sizes, "out": flight.out}
-            flight.handle = self._post(self._links.reduce, "reduce_scatter", sent, how)
+            scatter = self._links.reduce.reduce_scatter
+            flight.handle = scatter(sent, flight.out, segment.sizes, self._op)
         else:
             self._add_up(flight)
         if flight.stage < 2:
@@ -160,11 +161,7 @@ class Reducer:
         if link is None:
             self._arrive(flight)
         else:
-            flight.handle = self._post(link, "all_reduce", flight.out, {"out": flight.out})
-
-    def _post(self, link: Link, what: str, x: Array, how: dict[str, Any]) -> Any:
-        how |= {"op": self._op, "algorithm": link.algorithm, "async_op": True}
-        return getattr(link.comm, what)(x, **how)
+            flight.handle = link.all_reduce(flight.out, self._op)
 
     def _land(self, flight: Flight) -> None:
         """Wait for a flight, the first of those in the air."""
@@ -203,7 +200,7 @@ class Reducer:
             self._launch(grads, which)
         used = np.array([used for grads in self.grads for used in grads.used], np.uint8)
         link = self._links.all
-        asked = link and link.comm.all_reduce(used, "max", out=used, async_op=True)
+        asked = None if link is None else link.all_reduce(used, "max")
         for flight in tuple(self._flights):
             self._land(flight)
         if asked is not None:

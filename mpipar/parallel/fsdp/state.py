@@ -56,8 +56,7 @@ def whole_values(unit: Unit, links: Links) -> Array:
             whole[segment.where] = own
         else:
             assert links.gather is not None
-            how = {"dim": 0, "sizes": segment.sizes, "algorithm": links.gather.algorithm}
-            links.gather.comm.all_gather(own, out=whole[segment.where], **how)
+            links.gather.all_gather(own, whole[segment.where], segment.sizes).wait()
     return whole
 
 
