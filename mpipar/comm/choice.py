@@ -15,7 +15,7 @@ from mpipar.errors import ConfigError, explain
 
 SEGMENT_BYTES = 1 << 22  # smaller ones cost more switching between ranks than they save
 MOST_SEGMENTS = 64
-PART_BYTES, MOST_PARTS = 1 << 18, 8  # of a part, what a rank sends to another node in a round
+PART_BYTES, MOST_PARTS = 1 << 19, 4  # of a part, what a rank sends to another node in a round
 SMALL_BYTES = 1 << 16  # where the number of rounds costs more than the bytes
 SMALL_ACROSS_BYTES = 1 << 13  # of several nodes, whose ranks then all send these bytes to the next
 FEW_RANKS = 8

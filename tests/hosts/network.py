@@ -73,6 +73,7 @@ class Hosts(NamedTuple):
 def two_hosts(rate: int = RATE) -> Iterator[Hosts]:
     """Build two hosts with a link of `rate` bytes a second each way; take them down at the end."""
     spaces = [f"mpipar-{os.getpid()}-{name}" for name in NAMES]
+    _sweep()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for space in spaces:
             call("ip", "netns", "add", space)
@@ -119,6 +120,14 @@ def call(*command: str) -> str:
         command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     return done.stdout
+
+
+def _sweep() -> None:
+    """Remove the hosts of processes that were killed before they could."""
+    for line in call("ip", "netns", "list").splitlines():
+        name, *_ = line.split()
+        if name.startswith("mpipar-") and not Path("/proc", name.split("-")[1]).exists():
+            call("ip", "netns", "delete", name)
 
 
 def _wait_until_up(space: str, limit: float = 10.0) -> None:

@@ -32,7 +32,7 @@ def test_one_level_where_there_are_not_two() -> None:
 def test_large_vectors_are_cut_into_parts_unless_ranks_share_cores() -> None:
     mib = 1 << 20
     assert [choice.parts(n, None, False) for n in (1, mib // 8, mib, 2 * mib, 64 * mib)] == [
-        1, 1, 4, 8, 8,
+        1, 1, 2, 4, 4,
     ]  # fmt: skip
     assert choice.parts(64 * mib, None, True) == 1
     assert choice.parts(mib, mib // 3, True) == choice.parts(mib, mib // 3, False) == 4
