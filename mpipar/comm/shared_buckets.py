@@ -29,6 +29,7 @@ from mpi4py import MPI
 from mpipar.arrays import compute_dtype
 from mpipar.comm import waiting
 from mpipar.comm.calls import Call, describe
+from mpipar.comm.flags import Flags
 from mpipar.comm.flight import TAG, Record
 from mpipar.comm.shared_memory import TAGS, lack
 from mpipar.comm.window_memory import (
@@ -102,7 +103,8 @@ class SharedBuckets:
         self._last = made
         self._unpublished.append(made)
         made.begin()
-        if not self.test() and len(self._unpublished) + len(self._published) == 1:
+        waiting.leave(self.test)
+        if not self.test():
             waiting.enter(self.test)
         return Pending(self, made)
 
@@ -174,7 +176,9 @@ def reserve(group: "ProcessGroup", nbytes: int, wanted: bool | None) -> SharedBu
     team = group.windows.team
     what = f"gradient buckets of {nbytes / 2**20:,.1f} MiB"
     reason = refusal(group)
-    needed = nbytes * (1 + (team.nodes.local_rank == 0))
+    needed = whole_lines(nbytes)
+    if team.nodes.local_rank == 0:
+        needed += needed + Flags.nbytes(team.nodes.local_size)
     if not reason:
         reason = lack(group, team, needed, what)
     memory = None if reason else lay_out(group, team, nbytes, 1, what, TAGS)
