@@ -38,7 +38,7 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 @cache
-def alone(made: ModelConfig) -> tuple[float, float, dict[str, np.ndarray]]:
+def alone(made: ModelConfig) -> tuple[float, float, dict[str, Any]]:
     """Return loss, norm and gradients of one process with the whole batch."""
     model = models.build(made)
     with rng.at(3, 0):
@@ -62,7 +62,7 @@ def run(mesh: Mesh, made: ModelConfig, schedule: str, m: int, wrap: Callable[...
     mine = partition.block(ROWS, mesh.dp.size, mesh.dp.rank)
     expected_loss, expected_norm, gradients = alone(made)
     with Pipeline(lambda n: wrap(make(n)), mesh.pp, schedule, m) as pipe:
-        last = pipe.stages.get(pipe.schedule.stages - 1)
+        last: Any = pipe.stages.get(pipe.schedule.stages - 1)
 
         def loss_fn(logits: Tensor, goal: np.ndarray) -> Tensor:
             loss_sum, valid = last.loss_of(logits, goal)
@@ -115,15 +115,15 @@ def test_tied_gradients_add_up_over_steps(world: MPI.Intracomm) -> None:
     for _ in range(2):
         model.loss(tokens, targets)[0].backward()
     expected = dict(model.named_parameters())
-    with Mesh(world, pp=world.size) as mesh:
-        with Pipeline(stages(made, world.size), mesh.pp, "1f1b", 3) as pipe:
-            last = pipe.stages.get(world.size - 1)
-            for _ in range(2):
-                pipe.step(tokens, targets, lambda y, t: last.loss_of(y, t)[0])
-            for name, param in pipe.named_parameters():
-                close(param.grad, expected[name].grad)
-            held = world.size > 1 and mesh.pp.rank in (0, world.size - 1)
-            assert pipe.tied == (("token_embedding.weight",) if held else ())
+    p = world.size
+    with Mesh(world, pp=p) as mesh, Pipeline(stages(made, p), mesh.pp, "1f1b", 3) as pipe:
+        last: Any = pipe.stages.get(p - 1)
+        for _ in range(2):
+            pipe.step(tokens, targets, lambda y, t: last.loss_of(y, t)[0])
+        for name, param in pipe.named_parameters():
+            close(param.grad, expected[name].grad)
+        held = p > 1 and mesh.pp.rank in (0, p - 1)
+        assert pipe.tied == (("token_embedding.weight",) if held else ())
 
 
 def test_tied_gradients_of_replicas_are_cleared_first(world: MPI.Intracomm) -> None:
@@ -140,7 +140,7 @@ def test_tied_gradients_of_replicas_are_cleared_first(world: MPI.Intracomm) -> N
             return replicas[-1]
 
         with Pipeline(build, mesh.pp, "1f1b", 3) as pipe:
-            last = pipe.stages.get(1)
+            last: Any = pipe.stages.get(1)
             loss_fn = lambda y, t: last.loss_of(y, t)[0]  # noqa: E731
             pipe.step(tokens, targets, loss_fn)
             with pytest.raises(StateError, match="Clear the gradients"):

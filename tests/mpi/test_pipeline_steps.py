@@ -15,7 +15,6 @@ from mpipar.parallel.pipeline import Pipeline
 from mpipar.schedule.pipeline import make, peak_live, pipelines
 
 WIDTH = 6
-Loss = Any
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def squares(y: Tensor, target: np.ndarray) -> Tensor:
     return ((y - target) ** 2).sum()
 
 
-def dense(count: int, rows: int, dropout: float = 0.0) -> tuple[float, list[list[np.ndarray]]]:
+def dense(count: int, rows: int, dropout: float = 0.0) -> tuple[float, list[list[Any]]]:
     """Return the loss and, for each layer, the gradients of the whole model."""
     layers = [Layer(number, dropout) for number in range(count)]
     x, targets = data(rows)
@@ -62,7 +61,7 @@ def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-def check(pipe: Pipeline, gradients: list[list[np.ndarray]]) -> None:
+def check(pipe: Pipeline, gradients: list[list[Any]]) -> None:
     """Compare the gradients of this rank's stages with those of the whole model."""
     for number, module in pipe.stages.items():
         for param, expected in zip(module.parameters(), gradients[number], strict=True):
