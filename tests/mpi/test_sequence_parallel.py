@@ -21,6 +21,8 @@ from mpipar.nn import LayerNorm, Linear, Module, RMSNorm
 from mpipar.optim import AdamW
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
 from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.context.attend import ring_attention
+from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.data import sum_gradients
 from mpipar.parallel.data_parallel import DataParallel
 from mpipar.parallel.inject import factories
@@ -255,6 +257,32 @@ def test_stages_of_a_pipeline_send_blocks(world: MPI.Intracomm, schedule: str) -
                 for name, param in pipe.named_parameters():
                     full = param.spec.take(expected[name].grad)
                     np.testing.assert_allclose(param.grad, full, err_msg=name, **EXACT)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_blocks_of_what_a_context_parallel_rank_holds(world: MPI.Intracomm, layout: str) -> None:
+    """cp 2, tp 2: a rank has 5 of 10 positions for its heads, and 3 or 2 between the layers."""
+    if world.size != 4:
+        return
+    tokens, targets = batch(LONGEST)
+    for family in FAMILIES:
+        whole = build(config_of(family, dropout=0.1))
+        with rng.at(1, 0):
+            loss = whole.loss(tokens, targets)[0]
+        loss.backward()
+        with Mesh(world, cp=2, tp=2) as mesh:
+            over = partial(ring_attention, comm=mesh.cp, layout=layout)
+            layers = factories(mesh, sequence_parallel=True, attention=over)
+            local = build(config_of(family, dropout=0.1), **layers)
+            mine = context_positions(LONGEST, 2, mesh.cp.rank, layout)
+            with rng.at(1, 0):
+                part, _ = local.loss(tokens[:, mine], targets[:, mine], mine)
+            part.backward()
+            total = mesh.cp.all_reduce(part.data)
+            np.testing.assert_allclose(total, loss.item(), rtol=1e-12)
+            sum_gradients(local.parameters(), mesh.cp)
+            for param, full in zip(local.parameters(), whole.parameters(), strict=True):
+                np.testing.assert_allclose(param.grad, param.spec.take(full.grad), **EXACT)
 
 
 # ---- layers
