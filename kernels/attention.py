@@ -181,31 +181,30 @@ def forward_cpu(
     """Return o and L, tile by tile."""
     batch, seq, heads, _ = q.shape
     groups = k.shape[2]
-    out = np.empty((batch, seq, heads, v.shape[3]), q.dtype)
-    lse = np.empty((batch, groups, heads // groups, seq))
     wide = compute_dtype(q.dtype)
+    out = np.empty((batch, seq, heads, v.shape[3]), q.dtype)
+    totals = np.empty((batch, groups, heads // groups, seq, 1), wide)
+    tops = np.zeros_like(totals)
     space, bounded = np.empty(_space(q, k), wide), _bounded(q, k, mask)
     for b, some in _groups(q, k):
         queries, results = (_rows_of(x, b, some, groups) for x in (q, out))
         keys = _Keys(k, v, b, some, mask)
         for tile in _tiles(seq, k.shape[1], mask):
             pump()
-            target, stats = results[:, :, tile.rows], lse[b, some, :, tile.rows]
+            target, total = results[:, :, tile.rows], totals[b, some, :, tile.rows]
             if not tile.seen:
-                target[...], stats[...] = 0, -np.inf
+                target[...], total[...] = 0, 0
                 continue
             s = keys.scores(_tile_rows(queries, tile, wide), tile, space)
-            top = 0.0 if bounded else _subtract_top(s)
+            if not bounded:
+                tops[b, some, :, tile.rows] = _subtract_top(s).reshape(total.shape)
             np.exp(s, out=s)
-            total = s @ np.ones((tile.seen, 1), wide)  # (G, R * T, 1)
-            with np.errstate(divide="ignore"):
-                logs = np.log(total, dtype=np.float64)  # -inf where no key is seen
-            stats[...] = (logs + top).reshape(stats.shape)
-            if not tile.by_all:
-                total[total == 0] = 1
+            _product_into(total, s, np.ones((tile.seen, 1), wide))
             o = (s @ keys.values[:, : tile.seen]).reshape(target.shape)
-            per_row = total.reshape(*target.shape[:3], 1)
-            np.divide(o, per_row, out=target, casting="same_kind")
+            divisor = total if tile.by_all else np.where(total == 0, 1, total)
+            np.divide(o, divisor, out=target, casting="same_kind")
+    with np.errstate(divide="ignore"):
+        lse = np.log(totals, dtype=np.float64) + tops  # -inf where no key is seen
     return out, lse.reshape(batch, heads, seq)
 
 
@@ -225,61 +224,73 @@ def backward_cpu(
     groups = k.shape[2]
     wide = compute_dtype(q.dtype)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v))
-    space, bounded = np.empty((2, _space(q, k)), wide), _bounded(q, k, mask)
+    space = np.empty((2, _space(q, k)), wide)
     per_row = (q.shape[0], groups, q.shape[2] // groups, q.shape[1], 1)
-    lse = np.where(np.isneginf(lse), 0, lse).reshape(per_row)  # hidden rows: every score is -inf
-    delta = delta.reshape(per_row)
+    head, rest = _split(lse.reshape(per_row), wide)
+    shift = np.multiply(delta.reshape(per_row), -rest)
     for b, some in _groups(q, k):
         queries, grads, results = (_rows_of(x, b, some, groups) for x in (q, do, dq))
+        grads = _gradient_rows(grads, shift[b, some], rest[b, some])
         keys = _Keys(k, v, b, some, mask)
         values = _across(keys.values, extra=1)
-        sums = np.zeros_like(keys.keys), np.zeros_like(keys.values)  # dk and dv (G, K, D)
-        for tile in _tiles(q.shape[1], k.shape[1], mask):
+        sums = np.empty_like(keys.keys), np.empty_like(keys.values)  # dk and dv (G, K, D)
+        done = 0  # keys whose sums have begun
+        for tile in reversed(list(_tiles(q.shape[1], k.shape[1], mask))):
             pump()
             target = results[:, :, tile.rows]
             if not tile.seen:
                 target[...] = 0
                 continue
-            rows = _tile_rows(queries, tile, wide)
+            rows, g = (_tile_rows(x, tile, wide) for x in (queries, grads))
             p = keys.scores(rows, tile, space[0])
-            rest = _probabilities(p, lse[b, some, :, tile.rows], bounded)
-            g = _gradient_rows(grads[:, :, tile.rows], delta[b, some, :, tile.rows], rest, wide)
-            sums[1][:, : tile.seen] += p.transpose(0, 2, 1) @ g[..., :-1]
+            if head is not None:
+                p -= head[b, some, :, tile.rows].reshape(*p.shape[:2], 1)
+            np.exp(p, out=p)
             ds = space[1, : p.size].reshape(p.shape)
             np.matmul(g, values[:, :, : tile.seen], out=ds)
             ds *= p
-            sums[0][:, : tile.seen] += ds.transpose(0, 2, 1) @ rows
+            _add_product(sums[1], p, g[..., :-1], done)
+            _add_product(sums[0], ds, rows, done)
+            done = max(done, tile.seen)
             _product_into(target, ds, keys.keys[:, : tile.seen])
-        scaled = np.multiply(sums[0], mask.scale, out=sums[0])
-        dk[b, :, some], dv[b, :, some] = scaled.transpose(1, 0, 2), sums[1].transpose(1, 0, 2)
+        for total, scale, grad in ((sums[0], mask.scale, dk), (sums[1], 1, dv)):
+            total[:, done:] = 0
+            by_key = total.transpose(1, 0, 2)
+            np.multiply(by_key, scale, out=grad[b, :, some], casting="same_kind")
     return dq, dk, dv
 
 
-def _probabilities(s: np.ndarray, lse: np.ndarray, bounded: bool) -> np.ndarray:
-    """Turn scores s (G, R * T, seen) into p / rest, and return the rest (G, R, T, 1).
+def _add_product(total: np.ndarray, p: np.ndarray, x: np.ndarray, done: int) -> None:
+    """Add p^T x, p (G, R * T, seen), to the rows of total (G, K, D) of the keys seen.
 
-    p = exp(s - lse) = exp(s - head) * rest with a float32 head: 0 where the scores are bounded
-    (where a row sees a key, lse is above -BOUND), else lse rounded.
+    Tiles come from the last to the first, which sees the fewest keys; so the first of them writes,
+    where nothing is `done`, and the others add.
     """
-    if bounded:
-        rest = np.exp(-np.maximum(lse, -BOUND))
+    across = p.transpose(0, 2, 1)
+    if not done:
+        np.matmul(across, x, out=total[:, : p.shape[2]])
     else:
-        head = lse.astype(s.dtype)
-        rest = np.exp(head - lse)
-        s -= head.reshape(*s.shape[:2], 1)
-    np.exp(s, out=s)
-    return rest
+        total[:, : p.shape[2]] += across @ x
 
 
-def _gradient_rows(
-    do: np.ndarray, delta: np.ndarray, rest: np.ndarray, wide: np.dtype
-) -> np.ndarray:
-    """Return rest * (do, -delta) as (G, R * T, D + 1): times the values and ones, rest * dp."""
-    g, r, t, d = do.shape
-    out = np.empty((g, r, t, d + 1), wide)
-    np.multiply(do, rest.astype(wide), out=out[..., :d], dtype=wide)
-    np.multiply(delta, -rest, out=out[..., d:], casting="same_kind")
-    return out.reshape(g, r * t, d + 1)
+def _split(lse: np.ndarray, wide: np.dtype) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return head, rounded, and rest = exp(head - lse), so that p = exp(s - head) * rest.
+
+    A score of a key that is seen is at most lse; so where every lse is small, head is None for 0.
+    """
+    lse = np.where(np.isneginf(lse), 0, lse)  # nothing is seen: every score is -inf
+    if max(lse.max(initial=0.0), -lse.min(initial=0.0)) <= BOUND:
+        return None, np.exp(-lse).astype(wide)
+    head = lse.astype(wide)
+    return head, np.exp(head - lse).astype(wide)
+
+
+def _gradient_rows(do: np.ndarray, shift: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Return (rest * do, shift) as (G, R, S, D + 1): times the values and ones, rest * ds / p."""
+    out = np.empty((*do.shape[:3], do.shape[3] + 1), rest.dtype)
+    np.multiply(do, rest, out=out[..., :-1], dtype=rest.dtype)
+    out[..., -1:] = shift
+    return out
 
 
 def check(q: Any, k: Any, v: Any) -> None:
