@@ -14,7 +14,7 @@ from typing import Any
 from mpipar.cli.limits import plural
 from mpipar.errors import ScheduleError
 from mpipar.partition import blocks
-from mpipar.schedule import count, generators, make, segment, verify
+from mpipar.schedule import count, cut, generators, make, verify
 
 Task = tuple[str, str, int]  # collective, algorithm, ranks
 
@@ -72,7 +72,7 @@ def prove_one(task: Task) -> Proof:
         for options in kinds(collective, algorithm, p):
             schedule = make(collective, algorithm, p, **options)
             for parts in (1, 2) if schedules == 0 else (1,):
-                verify(segment(schedule, parts), ordered=ordered)
+                verify(cut(schedule, parts), ordered=ordered)
                 messages += parts * sum(count(schedule).messages)
                 schedules += 1
     except ScheduleError as fault:

@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 from mpipar.cli import limits, pipelines
 from mpipar.cli.files import check, write
 from mpipar.errors import ConfigError, ScheduleError, explain
-from mpipar.schedule import CommSchedule, algorithms, draw, generators, make, segment, simulate
+from mpipar.schedule import CommSchedule, algorithms, cut, draw, generators, make, simulate
 from mpipar.schedule.draw_timeline import seconds
 from mpipar.schedule.network import CLUSTER, Network, bus_bandwidth
 from mpipar.schedule.pipeline import PIPELINES
@@ -43,7 +43,7 @@ class Show:
     svg: OutputPath = None
     """Write the picture to this file."""
     segments: int = 1
-    """Parts that every chunk is cut into."""
+    """Parts that every chunk is cut into; of two levels, parts of the vector."""
     root: int = 0
     """Root of broadcast, reduce, gather and scatter."""
     offset: int = 1
@@ -91,7 +91,7 @@ class _Simulated:
     """Ranks of each node: 2,2, or 8 for as many on every node. If not given, as many as a power of
     two up to 4 divides the ranks."""
     segments: int = 1
-    """Parts that every chunk is cut into."""
+    """Parts that every chunk is cut into; of two levels, parts of the vector."""
     root: int = 0
     """Root of broadcast, reduce, gather and scatter."""
     offset: int = 1
@@ -259,7 +259,7 @@ def _schedule(
         offset=config.offset,
         nodes=nodes,
     )
-    return segment(schedule, config.segments)
+    return cut(schedule, config.segments)
 
 
 def _show(config: Show) -> int:

@@ -276,13 +276,10 @@ class ProcessGroup:
 
     def _cut(self, made: schedules.CommSchedule, chunk_bytes: int) -> schedules.CommSchedule:
         """Cut large chunks, so that one thing goes on beside another."""
-        if made.algorithm == "hierarchical" and self.nodes.count > 1:
-            parts = choice.parts(chunk_bytes, self.segment_bytes, self._crowded)
-            return schedules.stagger(made, parts)
         if not made.reduced:
             return made
-        parts = choice.segments(chunk_bytes, self.segment_bytes, self._crowded)
-        return schedules.segment(made, parts)
+        parts = choice.parts if made.algorithm == "hierarchical" else choice.segments
+        return schedules.cut(made, parts(chunk_bytes, self.segment_bytes, self._crowded))
 
     def _shorten(self, call: Call, prepared: Prepared, persistent: Persistent) -> None:
         """Let the next call like this one take the short way, whether it names the algorithm."""

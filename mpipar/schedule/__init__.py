@@ -33,7 +33,7 @@ from mpipar.schedule.registry import Generator, algorithms, generators, make
 from mpipar.schedule.replay import replay
 from mpipar.schedule.segment import segment
 from mpipar.schedule.simulate import Result, simulate
-from mpipar.schedule.stagger import stagger
+from mpipar.schedule.stagger import cut, stagger
 from mpipar.schedule.text import describe, parse_rounds
 from mpipar.schedule.transpose import transpose
 from mpipar.schedule.verify import Counts, count, verify
@@ -55,6 +55,7 @@ __all__ = [
     "Send",
     "algorithms",
     "count",
+    "cut",
     "describe",
     "draw",
     "generators",

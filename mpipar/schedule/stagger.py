@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 from mpipar.errors import ConfigError, explain
 from mpipar.schedule.core import CommSchedule, Round
+from mpipar.schedule.segment import segment
 
 APART = 2  # rounds between the beginnings of two parts
 CUTS = ("all_reduce", "broadcast", "reduce")  # their chunks are cuts of one vector
@@ -56,3 +57,11 @@ def stagger(schedule: CommSchedule, k: int) -> CommSchedule:
             )
 
     return schedule.with_rounds(rounds, chunks=chunks * k, symmetry=schedule.symmetry)
+
+
+def cut(schedule: CommSchedule, k: int) -> CommSchedule:
+    """Return the schedule in `k` parts: staggered if it has two levels, else in segments.
+
+    Raises ConfigError if k < 1.
+    """
+    return (stagger if schedule.algorithm == "hierarchical" else segment)(schedule, k)
