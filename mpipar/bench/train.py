@@ -12,7 +12,6 @@ All ranks begin each step together and the slowest one counts; of a turn's steps
 the medians.  MFU: 6 N + 6 L s d operations a token (`flops_per_token`) over that rate.
 """
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from mpipar.errors import MismatchError
 from mpipar.optim import AdamW
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.data_parallel import DataParallel
+from mpipar.parallel.fsdp import FSDP
 from mpipar.train import heap
 from mpipar.train.agree import together
 
@@ -80,11 +80,6 @@ class Turns:
     rates: list[float]
     rss_mb: float = 0.0
     peer_rss_mb: float = 0.0
-
-
-def available(mode: Mode) -> bool:
-    """Say whether this version can train in this mode."""
-    return mode == "ddp" or "FSDP" in dir(importlib.import_module("mpipar"))
 
 
 def measure(config: Train, comm: Communicator, mode: Mode) -> Row:
@@ -175,10 +170,8 @@ def _ours(config: Train, comm: Communicator, mode: Mode, stack: ExitStack) -> tu
     if mode == "ddp":
         replica = stack.enter_context(DataParallel(module, comm))
         return _step_of(replica, AdamW(replica.parameters(), 3e-4, weight_decay=0.1)), count
-    public = importlib.import_module("mpipar")
-    sharded = stack.enter_context(public.FSDP(module, comm, public.FsdpConfig()))
-    optimizer = AdamW(sharded.parameters(), 3e-4, weight_decay=0.1)
-    return _step_of(sharded, optimizer, sharded.sync_gradients), count
+    sharded = stack.enter_context(FSDP(module, comm))
+    return _step_of(sharded, AdamW(sharded.parameters(), 3e-4, weight_decay=0.1)), count
 
 
 def _alone(config: Train) -> Step:
@@ -187,15 +180,13 @@ def _alone(config: Train) -> Step:
     return _step_of(module, AdamW(module.parameters(), 3e-4, weight_decay=0.1))
 
 
-def _step_of(model: Any, optimizer: AdamW, sync: Callable[[], Any] | None = None) -> Step:
+def _step_of(model: Any, optimizer: AdamW) -> Step:
     """Return a step of the mean loss over this rank's tokens (B, S)."""
 
     def step(tokens: np.ndarray, targets: np.ndarray) -> None:
-        optimizer.zero_grad()
+        model.zero_grad()
         total, count = model.loss(tokens, targets)
         (total / count).backward()
-        if sync is not None:
-            sync()
         optimizer.step()
 
     return step

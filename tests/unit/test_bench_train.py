@@ -19,7 +19,7 @@ pytestmark = pytest.mark.launch
 
 NO_TORCH = importlib.util.find_spec("torch") is None
 TINY = ("--layers", "1", "--dim", "32", "--heads", "2", "--seq", "16", "--batch", "2")
-SHORT = ("--steps", "2", "--repeats", "2", "--modes", "ddp")
+SHORT = ("--steps", "2", "--repeats", "2")
 BENCH = ("-m", "mpipar.cli.main", "bench", "train", *TINY, *SHORT)
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"heads": 3}, ["heads=3", "divide dim=256", "2, 4"]),
@@ -59,14 +59,15 @@ def test_the_rows(ranks: int, tmp_path: Path) -> None:
     result = launch(ranks, [*BENCH, "--json", tmp_path / "x.json"], timeout=60)
     assert result.returncode == 0, result.stderr
     assert f"ddp, {ranks} rank" in result.stdout
-    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert set(row) == ROW
-    assert (row["mode"], row["ranks"], row["dim"]) == ("ddp", ranks, 32)
-    assert row["tokens_per_s"] == pytest.approx(ranks * 2 * 16 / row["step_s"])
-    assert row["overhead"] == pytest.approx(row["step_s"] / row["single_step_s"] - 1)
-    assert row["ratio"] is row["peer_tokens_per_s"] is row["peer_rss_mb"] is None
-    assert 0 < row["mfu"] < 1
-    assert row["rss_mb"] > 10
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    for row, mode in zip(rows, ("ddp", "fsdp"), strict=True):
+        assert set(row) == ROW
+        assert (row["mode"], row["ranks"], row["dim"]) == (mode, ranks, 32)
+        assert row["tokens_per_s"] == pytest.approx(ranks * 2 * 16 / row["step_s"])
+        assert row["overhead"] == pytest.approx(row["step_s"] / row["single_step_s"] - 1)
+        assert row["ratio"] is row["peer_tokens_per_s"] is row["peer_rss_mb"] is None
+        assert 0 < row["mfu"] < 1
+        assert row["rss_mb"] > 10
 
 
 def test_a_mistake_is_one_line_of_the_job() -> None:
