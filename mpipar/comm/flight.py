@@ -52,7 +52,8 @@ class Record:
 
     @handle.setter
     def handle(self, handle: Any) -> None:
-        self._handle = None if handle is None else weakref.ref(handle)
+        weak = handle is None or isinstance(handle, weakref.ref)
+        self._handle = handle if weak else weakref.ref(handle)
 
     def text(self) -> str:
         """Return one line: number, call, and where it stands."""

@@ -3,7 +3,6 @@
 Everything is compared: loss, every gradient slice, norm, one step of the optimiser.
 """
 
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -14,24 +13,21 @@ import pytest
 from mpi4py import MPI
 
 from mpipar import partition, rng
-from mpipar.autograd import Tape, Tensor, no_grad, recompute
-from mpipar.errors import ConfigError, StateError
+from mpipar.autograd import Tape, Tensor, recompute
+from mpipar.errors import ConfigError
 from mpipar.models import ModelConfig, build, generate, stages
-from mpipar.nn import LayerNorm, Linear, Module, RMSNorm
+from mpipar.nn import Module
 from mpipar.optim import AdamW
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
-from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.context.attend import ring_attention
 from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.data import sum_gradients
 from mpipar.parallel.data_parallel import DataParallel
+from mpipar.parallel.fsdp import FSDP
 from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
 from mpipar.parallel.pipeline import Pipeline
-from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards, share
-from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from mpipar.parallel.vocab import VocabParallelEmbedding
 
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 BATCH, VOCAB, LAYERS, LONGEST = 4, 67, 2, 10
@@ -282,121 +278,32 @@ def test_blocks_of_what_a_context_parallel_rank_holds(world: MPI.Intracomm, layo
             np.testing.assert_allclose(total, loss.item(), rtol=1e-12)
             sum_gradients(local.parameters(), mesh.cp)
             for param, full in zip(local.parameters(), whole.parameters(), strict=True):
-                np.testing.assert_allclose(param.grad, param.spec.take(full.grad), **EXACT)
+                got: Any = param.grad
+                np.testing.assert_allclose(got, param.spec.take(full.grad), **EXACT)
 
 
-# ---- layers
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made:
-        yield made
-
-
-def draw(*shape: int, seed: int = 3) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-@pytest.mark.parametrize("shape", [(7, 12), (2, 7, 12), (2, 3, 2, 12)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_layers_on_blocks_of_the_sequence(
-    comm: Communicator, shape: tuple[int, ...], bias: bool
-) -> None:
-    shards = SequenceShards(comm)
-    cut: dict[str, Any] = {"sequence": shards, "seed": 1, "dtype": "float64"}
-    dense: list[Any] = [
-        LayerNorm(12, dtype="float64"),
-        Linear(12, 24, bias, seed=1, name="up", dtype="float64"),
-        Linear(24, 12, bias, seed=1, name="down", dtype="float64"),
-        RMSNorm(12, dtype="float64"),
-    ]
-    local: list[Any] = [
-        SequenceLayerNorm(comm, 12, dtype="float64"),
-        ColumnParallelLinear(12, 24, comm, bias, name="up", **cut),
-        RowParallelLinear(24, 12, comm, bias, name="down", **cut),
-        SequenceRMSNorm(comm, 12, dtype="float64"),
-    ]
-    weights = draw(*shape, seed=5)
-    seen: list[tuple[Any, Any]] = []
-    for layers in (dense, local):
-        leaf = Tensor(draw(*shape), requires_grad=True)
-        x, y = leaf, weights
-        if layers is local:
-            x, y = shards.shard(leaf, dim=-2), shards.shard(weights, dim=-2)
-        norm1, up, down, norm2 = layers
-        out = norm2(down(up(norm1(x)).tanh()) + x)
-        assert out.shape == y.shape
-        (out * y).sum().backward()
-        seen.append((out.data, leaf.grad))
-    np.testing.assert_allclose(seen[1][0], shards.shard(seen[0][0], dim=-2), **EXACT)
-    np.testing.assert_allclose(seen[1][1], seen[0][1], **EXACT)
-    for one, full in zip(local, dense, strict=True):
-        for param, whole in zip(one.parameters(), full.parameters(), strict=True):
-            np.testing.assert_allclose(param.grad, param.spec.take(whole.grad), **EXACT)
-
-
-def test_gathered_output_and_whole_input(comm: Communicator) -> None:
-    shards, x = SequenceShards(comm), draw(2, 5, 12)
-    cut: dict[str, Any] = {"sequence": shards, "seed": 1, "name": "a", "dtype": "float64"}
-    column = ColumnParallelLinear(12, 24, comm, gather_output=True, parts=(12, 12), **cut)
-    whole = Linear(12, 24, seed=1, name="a", dtype="float64")
-    out = column(shards.shard(Tensor(x), dim=1))
-    np.testing.assert_allclose(out.data, whole(Tensor(x)).data, **EXACT)
-    row = RowParallelLinear(12, 24, comm, input_is_parallel=False, **cut)
-    np.testing.assert_allclose(
-        row(Tensor(x)).data, shards.shard(whole(Tensor(x)).data, dim=1), **EXACT
-    )
-
-
-def test_what_is_kept_for_backward_is_this_ranks_block(comm: Communicator) -> None:
-    """The gathered input of a column layer is gone when forward is done."""
-    shards = SequenceShards(comm)
-    column = ColumnParallelLinear(64, comm.size, comm, sequence=shards)
-    x = shards.shard(Tensor(draw(1, 4096, 64).astype(np.float32)), dim=1)
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        y = column(x)
-        held = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert held < y.data.nbytes + 4096 * 64 * 4 / 4
-
-
-def test_embedding_and_logits_between_blocks(comm: Communicator) -> None:
-    shards, ids = SequenceShards(comm), np.array([[1, 4, 9, 0, 9], [2, 2, 3, 8, 7]])
-    table = VocabParallelEmbedding(10, 6, comm, sequence=shards, name="t", dtype="float64")
-    full = comm.all_gather(table.weight.data, dim=0, sizes=partition.blocks(10, comm.size))
-    rows = table(ids)
-    np.testing.assert_array_equal(rows.data, shards.shard(full[ids], dim=1))
-    logits = table.logits(rows)
-    columns = partition.block(10, comm.size, comm.rank)
-    np.testing.assert_allclose(logits.data, (full[ids] @ full.T)[..., columns], **EXACT)
-
-
-def test_a_block_of_another_length_is_an_error(comm: Communicator) -> None:
-    if comm.size == 1:
-        return
-    shards = SequenceShards(comm)
-    column = ColumnParallelLinear(12, 12, comm, sequence=shards)
-    with pytest.raises(StateError, match="sequence of None"):
-        column(Tensor(draw(2, 3, 12)))
-    shards.shard(np.arange(10))
-    with pytest.raises(StateError, match=r"sequence of 10.*shard"):
-        column(Tensor(draw(2, 10, 12)))
-    assert comm.calls.total() == 0
-
-
-def test_gradients_of_shared_parameters_travel_together(comm: Communicator) -> None:
-    one, two = (Tensor(draw(n), requires_grad=True) for n in (3, 5))
-    with no_grad():
-        assert share(comm, one, two)[1].data is two.data
-    a, b = share(comm, one, two)
-    ((a * comm.rank).sum() + (b[:2] * 2).sum()).backward()
-    assert comm.calls == ({"all_reduce": 1} if comm.size > 1 else {})
-    np.testing.assert_array_equal(one.grad, np.full(3, sum(range(comm.size))))
-    np.testing.assert_array_equal(two.grad, np.array([2, 2, 0, 0, 0]) * comm.size)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sharded_data_parallel_over_sequence_parallel(world: MPI.Intracomm, overlap: bool) -> None:
+    """Weights are dropped between forward and backward, which reads them when they are back."""
+    tokens, targets = batch(LONGEST)
+    family = GPT2 if overlap else LLAMA
+    whole = build(config_of(family))
+    expected = step(whole, tokens, targets, None)
+    with Mesh(world, tp=2 if world.size % 2 == 0 else 1) as mesh:
+        layers = factories(mesh, sequence_parallel=True, overlap=overlap)
+        with FSDP(build(config_of(family), **layers), mesh.dp, op="sum") as net:
+            optimizer = AdamW(net.parameters(), lr=0.01)
+            rows = partition.block(BATCH, mesh.dp.size, mesh.dp.rank)
+            loss_sum, valid = net.loss(tokens[rows], targets[rows])
+            loss = token_mean(loss_sum, valid, mesh.dp)
+            loss.backward()
+            norm = clip_grad_norm(net.parameters(), None, mesh)
+            optimizer.step(clip_factor(norm, 0.5))
+            np.testing.assert_allclose([loss.item(), norm], expected, rtol=1e-12)
+            full = dict(whole.named_parameters())
+            for name, shard in net.named_parameters():
+                wanted = shard.spec.take(full[name].data)
+                np.testing.assert_allclose(shard.data, wanted, err_msg=name, **EXACT)
 
 
 def test_context_parallel_ranks_need_an_attention_that_reaches_them(
