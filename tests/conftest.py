@@ -2,6 +2,7 @@
 
 - tests/unit: one process
 - tests/mpi: any number of ranks, all at once
+- tests/hosts: jobs on two emulated hosts with a slow link; takes root and Debian's iproute2
 - tests/repo: the repository itself: layers, packaging, the README
 """
 
