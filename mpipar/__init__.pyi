@@ -40,6 +40,7 @@ from .parallel.fsdp import LossScaler as LossScaler
 from .parallel.experts.moe import MoE as MoE
 from .parallel.experts.moe import balance_loss as balance_loss
 from .parallel.loss import token_mean as token_mean
+from .parallel.loss import token_share as token_share
 from .parallel.mesh import Mesh as Mesh
 from .parallel.pipeline import Pipeline as Pipeline
 from .parallel.powersgd import PowerSGD as PowerSGD

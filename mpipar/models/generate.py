@@ -5,6 +5,7 @@ Without a cache of keys and values: every token costs one forward pass over the 
 
 from collections.abc import Callable
 from numbers import Real
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,12 +13,31 @@ from mpipar import rng
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor, no_grad
 from mpipar.errors import ConfigError, NonFiniteError, explain
-from mpipar.models.transformer import Transformer
+from mpipar.models.config import ModelConfig
 from mpipar.nn.embedding import check_ids
 
 
+class Model(Protocol):
+    """What writes: a Transformer, or what runs one on several ranks."""
+
+    config: ModelConfig
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout acts."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Let dropout act, or not."""
+
+    def eval(self) -> Any:
+        """Let dropout rest."""
+
+    def __call__(self, tokens: Array) -> Tensor:
+        """Return the logits (1, S, V local) of tokens (1, S)."""
+
+
 def generate(
-    model: Transformer,
+    model: Model,
     prompt: Array,
     count: int,
     *,

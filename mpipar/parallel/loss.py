@@ -42,6 +42,21 @@ def token_mean(loss_sum: Any, count: int, comm: Communicator, *, total: int | No
     return _mean(loss_sum, count, comm, total)[0]
 
 
+def token_share(loss_sum: Any, total: int) -> Any:
+    """Return this rank's term of the mean over `total` tokens: their sum over the group is it.
+
+    For a batch in many micro-batches, whose loss nobody needs at once: `token_mean` without its
+    message, and with the same gradient.  loss_sum, total: as for `token_mean`.
+
+    Raises ConfigError for a loss_sum that is no single floating-point number or a total below 1.
+    """
+    _check(loss_sum, 0, total)
+    if total < 1:
+        rule = "there must be at least one valid token in the group"
+        raise ConfigError(explain("total", total, rule, "Check the targets and ignore_index"))
+    return loss_sum / total
+
+
 def _check(loss_sum: Any, count: Any, total: Any) -> None:
     """Raise ConfigError for arguments of another kind."""
     given = loss_sum if hasattr(loss_sum, "dtype") else np.asarray(loss_sum)

@@ -164,6 +164,10 @@ class Mesh:
             self._groups[wanted] = self._make(ranks, "+".join(wanted))
         return self._groups[wanted]
 
+    def communicators(self) -> list[Communicator]:
+        """Return every communicator that was made for this mesh, each once."""
+        return [self.world, *self._groups.values()]
+
     def axis_size(self, axis: str) -> int:
         """Return how many ranks differ in `axis` only; no communication."""
         sizes, names = self._grid((axis,))

@@ -1,43 +1,51 @@
 """What `mpipar train` can be told: one frozen dataclass, from which the command line is made.
 
-The docstring under a field is its help text.  `validate` checks everything that does not need
-another rank or a file, with the number of ranks as its only other input, so every rank comes to
-the same result before anything is sent.
+The docstring under a field is its help text.  What may be combined with what is in `rules`.
 """
 
-import importlib.util
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from mpipar.errors import ConfigError, explain
 from mpipar.models.config import ModelConfig, default_hidden
-from mpipar.train import memory, outputs
+from mpipar.schedule import pipeline
+from mpipar.train import rules
 
 Count = Annotated[int | None, arg(metavar="INT")]
 Number = Annotated[float | None, arg(metavar="FLOAT")]
 File = Annotated[str | None, arg(metavar="PATH")]
-Rule = tuple[str, bool, str, str]  # parameter, whether its value is good, the rule, the fix
-
-COUNTS = (
-    *("dp", "tp", "layers", "dim", "heads", "kv_heads", "hidden", "vocab", "seq"),
-    *("batch", "accumulate", "steps", "eval_batches"),
-)  # settings of at least 1
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a language model over a mesh of data-parallel times tensor-parallel MPI ranks."""
+    """Train a language model over a mesh of MPI ranks: pp x dp x cp x tp of them."""
 
     dp: Count = None
     """Data-parallel ranks; what is left of all ranks if not given."""
     tp: int = 1
     """Tensor-parallel ranks: each layer's matrices are cut over them."""
+    pp: int = 1
+    """Pipeline ranks: the layers are cut over them."""
+    cp: int = 1
+    """Context-parallel ranks: each sequence is cut over them."""
+    fsdp: Literal["none", "1", "2", "3"] = "none"
+    """Shard over the data-parallel ranks: 1 the optimiser's state, 2 gradients too, 3 parameters
+    too (ZeRO's stages)."""
+    sequence_parallel: bool = False
+    """Cut norms, dropout and the residual stream over the tensor-parallel ranks as well."""
+    cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] = "zigzag"
+    """How a sequence lies on the context-parallel ranks, and what travels: keys and values round a
+    ring (contiguous, zigzag), heads (ulysses), or both (hybrid)."""
+    schedule: str = "1f1b"
+    """Of the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv, or a CSV file."""
+    chunks: Count = None
+    """Stages on each pipeline rank; 2 for interleaved if not given."""
+    microbatches: Count = None
+    """Parts of a rank's sequences that go through the pipeline one after another, times accumulate;
+    twice the pipeline ranks if not given, or as many as there are sequences."""
 
     model: Literal["gpt2", "llama"] = "gpt2"
     """GPT-2 style, or Llama style (RMSNorm, rotary positions, SwiGLU, grouped queries)."""
@@ -55,6 +63,8 @@ class TrainConfig:
     """Different tokens; text is read as bytes and needs 256."""
     seq: int = 128
     """Tokens of a sequence."""
+    tied: bool | None = None
+    """Let the token embedding be the output layer too; yes for gpt2, no for llama if not given."""
     dropout: float = 0.0
     """Share of activations that dropout sets to zero."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -131,6 +141,24 @@ class TrainConfig:
         derived = {"kv_heads": self.kv, "hidden": self.ffn, "warmup": self.warmup_steps}
         return derived.get(name, getattr(self, name))
 
+    def model_part(self) -> int:
+        """Return the number of ranks that hold one copy of the model."""
+        return self.pp * self.cp * self.tp
+
+    def through_pipeline(self, dp: int) -> int:
+        """Return the number of micro-batches in a step of the pipeline, for `dp` copies of it.
+
+        Accumulation is more of them.
+        """
+        usual = max(1, min(2 * self.pp, self.batch // dp // self.accumulate))
+        each = usual if self.microbatches is None else self.microbatches
+        return each * self.accumulate
+
+    def stages(self, dp: int) -> int:
+        """Return the number of stages that the pipeline's schedule has."""
+        m = self.through_pipeline(dp)
+        return pipeline.resolve(self.schedule, self.pp, m, self.chunks).stages
+
     def model_config(self) -> ModelConfig:
         """Return the part of the settings that defines the model."""
         return ModelConfig(
@@ -143,13 +171,14 @@ class TrainConfig:
             seq=self.seq,
             hidden=self.ffn,
             dropout=self.dropout,
+            tied=self.tied,
             seed=self.seed,
             dtype=self.dtype,
         )
 
-    def mesh(self, ranks: int) -> tuple[int, int]:
-        """Return (dp, tp) for this number of ranks."""
-        return (ranks // self.tp if self.dp is None else self.dp), self.tp
+    def copies(self, ranks: int) -> int:
+        """Return dp for this number of ranks."""
+        return ranks // self.model_part() if self.dp is None else self.dp
 
     def validate(self, ranks: int, start: Callable[[int], str] = "mpiexec -n {}".format) -> None:
         """Check every setting against the others and the number of ranks.
@@ -157,124 +186,4 @@ class TrainConfig:
         `start`: gives the command that starts so many ranks, for the messages.
         Raises ConfigError for the first setting that cannot work.
         """
-        for rules in (self._sizes, self._numbers, self._outputs):
-            _check(self, rules())
-        _check(self, self._mesh_rules(ranks, start))
-        _check(self, self._memory(self.mesh(ranks)[0]))
-
-    def _sizes(self) -> Iterator[Rule]:
-        for name in COUNTS:
-            value, fix = getattr(self, name), f"Pass --{flag(name)} 1 or more"
-            yield name, value is None or value >= 1, "it is at least 1", fix
-        for name in ("eval_every", "sample", "seed"):
-            fix = f"Pass --{flag(name)} 0 or more"
-            yield name, getattr(self, name) >= 0, "it is not negative", fix
-        fix = f"Pass --dim {nearest(self.dim, self.heads)}"
-        yield "dim", self.dim % self.heads == 0, f"it is a multiple of heads={self.heads}", fix
-        if self.model == "llama":
-            fix = f"Pass --dim {nearest(self.dim, 2 * self.heads)}"
-            rule = f"rotary positions turn pairs, so it is a multiple of 2 x heads={self.heads}"
-            yield "dim", self.dim % (2 * self.heads) == 0, rule, fix
-            fix = f"Pass --kv-heads with one of {', '.join(map(str, divisors(self.heads)))}"
-            yield "kv_heads", self.heads % self.kv == 0, f"it divides heads={self.heads}", fix
-        else:
-            rule = "only llama groups its queries"
-            yield "kv_heads", self.kv == self.heads, rule, "Leave it out, or pass --model llama"
-
-    def _numbers(self) -> Iterator[Rule]:
-        for name in ("lr", "min_lr", "weight_decay", "clip"):
-            value = getattr(self, name)
-            good = value is None or (math.isfinite(value) and value >= 0)
-            yield name, good, "it is a number from 0 up", f"Pass --{flag(name)} 0 or more"
-        yield "dropout", 0 <= self.dropout < 1, "it is at least 0 and below 1", "Pass 0 for none"
-        yield "min_lr", self.lowest_lr <= self.lr, f"it is at most lr={self.lr}", "Pass a lower one"
-        rule = f"it is between 0 and steps={self.steps}"
-        yield "warmup", 0 <= self.warmup_steps <= self.steps, rule, "Pass fewer warm-up steps"
-
-    def _outputs(self) -> Iterator[Rule]:
-        rule, fix = "training runs on the CPU in this version", "Pass --device cpu, or leave it out"
-        yield "device", self.device == "cpu", rule, fix
-        for name in ("log", "plot"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            reason = outputs.refusal(Path(value))
-            yield name, reason is None, reason or "", "Pass the path of a file that can be written"
-            own = self.data is None or not outputs.is_part_of(Path(value), Path(self.data))
-            rule = f"it must not be part of data={self.data!r}, which it would overwrite"
-            yield name, own, rule, "Pass another path"
-        if self.log is not None and self.plot is not None:
-            apart = not outputs.is_part_of(Path(self.plot), Path(self.log))
-            yield "plot", apart, "it must be another file than the log", "Pass another path"
-        if self.plot is not None:
-            formats = (".png", ".svg", ".pdf")
-            rule = "the ending says the format"
-            yield (
-                "plot",
-                Path(self.plot).suffix in formats,
-                rule,
-                f"Use one of {', '.join(formats)}",
-            )
-            installed = importlib.util.find_spec("matplotlib") is not None
-            yield "plot", installed, "it needs matplotlib", 'Run pip install "mpipar[plot]"'
-
-    def _memory(self, dp: int) -> Iterator[Rule]:
-        need, have = memory.needed(self, dp), memory.available()
-        usual = {"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160}
-        usual["hidden"] = default_hidden(self.model, self.dim)
-        name = max(usual, key=lambda name: self._number(name) // usual[name])
-        rule = (
-            f"weights, gradients, moments and activations take at least {memory.amount(need)} on "
-            f"each rank, and this machine has {memory.amount(have or 0)}"
-        )
-        yield name, have is None or need <= have, rule, f"Pass a smaller --{flag(name)}"
-
-    def _number(self, name: str) -> int:
-        value = self.value(name)
-        assert isinstance(value, int)
-        return value
-
-    def _mesh_rules(self, ranks: int, start: Callable[[int], str]) -> Iterator[Rule]:
-        dp, tp = self.mesh(ranks)
-        if self.dp is None:
-            rule = f"it divides the number of ranks, {ranks}"
-            fix = f"Pass --tp with one of {', '.join(map(str, divisors(ranks)))}"
-            yield "tp", ranks % tp == 0, rule, f"{fix}, or start {start(tp)}"
-        rule = f"dp x tp = {dp} x {tp} = {dp * tp} is not the number of ranks, {ranks}"
-        fix = f"Leave --dp out, or start {start(dp * tp)}"
-        yield "dp", dp * tp == ranks, rule, fix
-        for name, value in (("heads", self.heads), ("kv_heads", self.kv), ("hidden", self.ffn)):
-            rule = f"it is cut over the tensor ranks, so it is a multiple of tp={tp}"
-            fix = f"Pass --{flag(name)} {nearest(value, tp)}, or another --tp"
-            yield name, value % tp == 0, rule, fix
-        rule = f"each of the dp={dp} data-parallel ranks gets at least one sequence"
-        yield "batch", self.batch >= dp, rule, f"Pass --batch {dp} or more"
-        smallest = self.batch // dp
-        rule = (
-            f"a rank has at least one sequence in each part, and the smallest share is {smallest}"
-        )
-        fix = f"Pass --accumulate {smallest} or less, or --batch {self.accumulate * dp}"
-        yield "accumulate", self.accumulate <= smallest, rule, fix
-
-
-def _check(config: TrainConfig, rules: Iterator[Rule]) -> None:
-    for name, good, rule, fix in rules:
-        if not good:
-            raise ConfigError(explain(name, config.value(name), rule, fix))
-
-
-def flag(name: str) -> str:
-    """Return the command-line flag of a field, without its dashes."""
-    return name.replace("_", "-")
-
-
-def divisors(n: int) -> list[int]:
-    """Return the numbers that divide n."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
-def nearest(value: int, degree: int) -> str:
-    """Return the multiples of `degree` around `value`, as "6 or 9"."""
-    below = value // degree * degree
-    return " or ".join(str(n) for n in (below, below + degree) if n > 0)
+        rules.check(self, ranks, start)

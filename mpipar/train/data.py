@@ -11,6 +11,8 @@ The last tenth is held out for validation.  Sequence j of step s (from 1) starts
 from (seed, s, j) alone, so each rank cuts its part of the global batch without being told:
 
     batch 8 on dp = 3, accumulate 2      rank 0: [0 1] [2]    rank 1: [3 4] [5]    rank 2: [6] [7]
+
+A context-parallel rank takes of each sequence only the tokens at its own positions.
 """
 
 import hashlib
@@ -56,8 +58,9 @@ class Rows:
     """Some consecutive sequences of a global batch."""
 
     first: int  # index of the first one in the global batch
-    inputs: np.ndarray  # (rows, seq) int64
-    targets: np.ndarray  # (rows, seq) int64: the inputs one token on
+    inputs: np.ndarray  # (rows, tokens) int64
+    targets: np.ndarray  # (rows, tokens) int64: the inputs one token on
+    positions: np.ndarray  # (tokens,): where these are in the sequence; all of 0..seq-1 or some
 
 
 def load(path: str | None, seq: int, vocab: int, part: int = 0, parts: int = 1) -> Corpus:
@@ -186,6 +189,7 @@ class Batches:
     seed: int
     part: int = 0  # this rank's coordinate along dp
     parts: int = 1
+    positions: np.ndarray | None = None  # of the tokens that this rank takes; None: all
 
     def step(self, step: int, accumulate: int = 1) -> list[Rows]:
         """Return the micro-batches of this rank for training step `step` (from 1)."""
@@ -218,4 +222,5 @@ class Batches:
     def _rows(self, tokens: np.ndarray, starts: np.ndarray, first: int) -> Rows:
         span = starts.astype(np.int64)[:, None] + np.arange(self.seq + 1)  # (rows, seq + 1)
         window = np.asarray(tokens[span], np.int64)
-        return Rows(first, window[:, :-1], window[:, 1:])
+        at = np.arange(self.seq) if self.positions is None else self.positions
+        return Rows(first, window[:, at], window[:, at + 1], at)

@@ -1,13 +1,14 @@
-"""The training loop over a mesh of data-parallel (dp) times tensor-parallel (tp) ranks.
+"""The training loop over a mesh of pp x dp x cp x tp ranks.
 
 One step on four ranks, dp = 2, tp = 2, global batch of 8 sequences:
 
     dp 0   tp 0, tp 1   sequences 0..3   loss sum ─┐               ┌─ same gradients, same norm,
     dp 1   tp 0, tp 1   sequences 4..7   loss sum ─┴─ sum over dp ─┴─ same step of the optimiser
 
-The loss is replicated over tp and a partial sum over dp.  `token_mean` divides it once, by the
-number of valid tokens of the global batch; the gradients, summed over dp while backward still runs,
-are those of one process with the whole batch.  Never a mean of means, so ranks may have unequal
+A rank's loss is that of its own tokens: its sequences (dp), or its part of each (cp); it is
+replicated over tp, and lies on the last stage of pp.  It is divided once, by the number of valid
+tokens of the global batch; the gradients, summed over dp and cp while backward still runs, are
+those of one process with the whole batch.  Never a mean of means, so ranks may have unequal
 numbers of sequences (8 on 3 ranks are 3, 3, 2) and micro-batches unequal numbers of tokens.
 
 Which sequences, weights and dropout masks there are depends on seed, step and global index only.
@@ -16,35 +17,27 @@ Which sequences, weights and dropout masks there are depends on seed, step and g
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar import models, partition, rng
-from mpipar.autograd import no_grad
 from mpipar.errors import NonFiniteError, explain
 from mpipar.models.transformer import IGNORE
-from mpipar.nn import Module
 from mpipar.optim import AdamW, cosine
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
-from mpipar.parallel.data_parallel import DataParallel
-from mpipar.parallel.inject import factories
-from mpipar.parallel.loss import token_mean
+from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.mesh import Mesh
 from mpipar.train import launch
 from mpipar.train.agree import mark, raise_first, same, together
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Batches, Corpus, Rows, load
+from mpipar.train.held import Held, hold
 from mpipar.train.peak import matmul_rate
 from mpipar.train.report import Facts, Guarded, Report, Row
+from mpipar.train.sample import sample
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-PROMPT = 32  # tokens that the sample starts from
-TEMPERATURE = 0.8
 
 
 def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = None) -> list[Row]:
@@ -65,28 +58,29 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     )
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
     together(world, report.open)  # files are emptied only now
-    options = {"reproducible": config.reproducible, "check": config.check_collectives}
-    with Mesh(world, dp=config.dp, tp=config.tp, device=config.device, **options) as mesh:
+    options: dict[str, Any] = {"device": config.device, "reproducible": config.reproducible}
+    options["check"] = config.check_collectives
+    with Mesh(world, config.pp, config.dp, config.cp, config.tp, **options) as mesh:
         return fit(config, mesh, corpus, guarded)
 
 
 def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
-    model = models.build(config.model_config(), **factories(mesh))
+    held = hold(config, mesh)
     decay = config.weight_decay
-    optimizer = AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
-    place = {"part": mesh.dp.rank, "parts": mesh.dp.size}
+    optimizer = AdamW(held.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
+    own = context_positions(config.seq, mesh.cp.size, mesh.cp.rank, config.cp_layout)
+    place: dict[str, Any] = {"part": mesh.dp.rank, "parts": mesh.dp.size, "positions": own}
     batches = Batches(corpus, config.seq, config.batch, config.seed, **place)
-    facts = measure(config, mesh, corpus, model)
-    replica = DataParallel(model, mesh.dp, op="sum")
+    facts = measure(config, mesh, corpus, held)
     report.begin(facts)
     rows: list[Row] = []
     for step in range(1, config.steps + 1):
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), comm_seconds(mesh)
-        parts = batches.step(step, config.accumulate)
+        parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
         loss, norm, tokens = train_step(
-            step, parts, replica, optimizer, mesh, config.clip, report.failure
+            step, parts, held, optimizer, mesh, config.clip, report.failure
         )
         speed = tokens / (time.perf_counter() - start)
         row: Row = {
@@ -101,50 +95,39 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
         rows.append(row)
         report.step(row)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            rows.append({"step": step, "val_loss": evaluate(model, batches, config, mesh)})
+            rows.append({"step": step, "val_loss": evaluate(held, batches, config)})
             report.validation(rows[-1])
-    report.end(sample(model, corpus, config, mesh))
+    report.end(sample(held, corpus, config, mesh))
     require_told(report.failure, mesh)
-    replica.destroy()
+    held.destroy()
     return rows
 
 
 def train_step(
     step: int,
     parts: Sequence[Rows],
-    replica: DataParallel,
+    held: Held,
     optimizer: AdamW,
     mesh: Mesh,
     clip: float,
     failure: str = "",
 ) -> tuple[float, float, int]:
-    """Take one step over this rank's micro-batches; `replica` sums gradients over mesh.dp.
+    """Take one step over this rank's micro-batches.
 
     Returns the mean loss of the global batch, the norm of its gradient before clipping, and its
     number of valid tokens.  Raises NonFiniteError on every rank if either is NaN or infinite, and
     ConfigError if `failure`, what went wrong with this rank's report, is not empty on any.
     """
-    tokens = count_tokens(parts, mesh)
+    mine = sum(np.count_nonzero(rows.targets != IGNORE) for rows in parts)
+    tokens = int(held.data.all_reduce(np.array([mine], np.int64))[0])
     optimizer.zero_grad()
-    loss = 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # require_finite is the judge
-        for number, rows in enumerate(parts, 1):
-            sync = nullcontext() if number == len(parts) else replica.no_sync()
-            with rng.at(step, rows.first), sync:
-                loss_sum, count = replica.loss(rows.inputs, rows.targets)
-                share = token_mean(loss_sum, count, mesh.dp, total=tokens)
-                share.backward()
-            loss += float(share.item())  # the same on every rank
-        norm = clip_grad_norm(replica.parameters(), None, mesh)
+        terms = [held.learn(rows, step, tokens, rows is parts[-1]) for rows in parts]
+        loss = float(held.data.all_reduce(np.array([sum(terms)]))[0])
+        norm = clip_grad_norm(held.parameters(), None, mesh)
     require_finite(step, loss, norm, mesh, failure)
     optimizer.step(clip_factor(norm, clip) if clip else 1.0)
     return loss, norm, tokens
-
-
-def count_tokens(parts: Sequence[Rows], mesh: Mesh) -> int:
-    """Return the number of valid targets in the global batch."""
-    mine = sum(np.count_nonzero(rows.targets != IGNORE) for rows in parts)
-    return int(mesh.dp.all_reduce(np.array([mine], np.int64))[0])
 
 
 def require_finite(step: int, loss: float, norm: float, mesh: Mesh, failure: str = "") -> None:
@@ -172,64 +155,37 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return cosine(step - 1, config.steps, config.lr, config.warmup_steps, config.lowest_lr)
 
 
-@no_grad()
-def evaluate(model: Any, batches: Batches, config: TrainConfig, mesh: Mesh) -> float:
+def evaluate(held: Held, batches: Batches, config: TrainConfig) -> float:
     """Return the mean loss over the held-out sequences, the same on every rank."""
-    model.eval()
+    held.eval()
     sums = np.zeros(2)
     for rows in batches.held_out(config.eval_batches):
-        loss_sum, count = model.loss(rows.inputs, rows.targets)
-        sums += float(loss_sum.item()), count
-    model.train()
-    loss_sum, count = mesh.dp.all_reduce(sums)
+        sums += np.array([held.loss(rows), np.count_nonzero(rows.targets != IGNORE)])
+    held.train()
+    loss_sum, count = held.data.all_reduce(sums)
     return float(loss_sum / count)
-
-
-def sample(model: Any, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
-    """Return what the model writes after the first held-out tokens, and those before it.
-
-    The ranks of the first data-parallel coordinate write, the others wait.
-    """
-    text = ""
-    if config.sample and mesh.dp.rank == 0:
-        sizes = partition.blocks(config.vocab, mesh.tp.size)
-        gather = partial(mesh.tp.all_gather, sizes=sizes)
-        prompt = np.asarray(corpus.held_out[: min(PROMPT, config.seq // 2) or 1], np.int64)
-        settings: dict[str, Any] = {"temperature": TEMPERATURE, "gather": gather}
-        written = models.generate(model, prompt, config.sample, seed=config.seed, **settings)
-        tokens = np.concatenate([prompt, written])
-        text = readable(tokens) if corpus.is_text else " ".join(map(str, tokens))
-    mesh.world.barrier()
-    return text
-
-
-def readable(tokens: np.ndarray) -> str:
-    """Return bytes as text, with a mark for what is none or would upset a terminal."""
-    text = bytes(tokens.clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else "\N{MIDDLE DOT}" for char in text
-    )
 
 
 def comm_seconds(mesh: Mesh) -> float:
     """Return the seconds that this rank has spent in calls of the mesh's communicators so far."""
-    return sum(comm.seconds for comm in {id(c): c for c in (mesh.world, mesh.dp, mesh.tp)}.values())
+    return sum(comm.seconds for comm in mesh.communicators())
 
 
-def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, model: Any) -> Facts:
+def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held) -> Facts:
     """Collective: return what is to be said of the run before its first step."""
     mesh.world.barrier()  # all ranks measure at the same time
     peak = float(mesh.world.all_reduce(np.array([matmul_rate(config.dtype)]))[0])
     return Facts(
-        parameters=count_parameters(model),
+        parameters=held.count,
         peak=peak,
-        flops_per_token=model.flops_per_token(config.seq),
-        dp=mesh.dp.size,
-        tp=mesh.tp.size,
+        flops_per_token=held.flops_per_token,
+        layout=layout(mesh),
+        ranks=mesh.world.size,
         corpus=corpus,
     )
 
 
-def count_parameters(model: Module) -> int:
-    """Return the parameters of the whole model, whatever part of them this rank holds."""
-    return sum(math.prod(param.spec.shape) for param in model.parameters())
+def layout(mesh: Mesh) -> str:
+    """Return the sizes of the mesh as text, "dp 2 x tp 2": dp, tp, and every other axis above 1."""
+    shown = [axis for axis in ("pp", "cp") if mesh.axis_size(axis) > 1]
+    return " x ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("dp", "tp", *shown))

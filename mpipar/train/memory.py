@@ -1,10 +1,13 @@
 """Does a model fit into this machine's memory?  A lower bound, so that nothing possible is refused.
 
-A rank holds its parameters, their gradients and AdamW's two moments, cut over the tp ranks, and of
-one micro-batch what backward needs:
+A rank holds its parameters, their gradients and AdamW's two moments, cut over the tp and pp ranks,
+and of one micro-batch what backward needs:
 
-    parameters   vocab d + layers (2 d d + 2 d d kv/heads + (2 or 3) d hidden)     over tp
-    activations  tokens of a micro-batch x (layers (4 d + hidden/tp) + 2 vocab/tp)
+    parameters   vocab d + layers (2 d d + 2 d d kv/heads + (2 or 3) d hidden)     over tp and pp
+    activations  tokens of a micro-batch x (layers (4 d + hidden/tp) + 2 vocab/tp)   over pp
+
+Sharding over n = dp cp ranks (ZeRO) leaves 1/n of the moments, from stage 2 on of the gradients,
+and in stage 3 of the parameters.
 """
 
 import os
@@ -22,18 +25,24 @@ CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 def needed(config: "TrainConfig", dp: int) -> int:
     """Return the least bytes that each rank needs; `dp` data-parallel ranks."""
-    d, tp = config.dim, config.tp
+    d, parts = config.dim, config.tp * config.pp
     stored, computed = as_dtype(config.dtype).itemsize, compute_dtype(as_dtype(config.dtype))
     matrices = 3 if config.model == "llama" else 2  # of the feed-forward layer
     block = 2 * d * d + 2 * d * d * config.kv // config.heads + matrices * d * config.ffn
-    parameters = (config.vocab * d + config.layers * block) // tp
+    parameters = (config.vocab * d + config.layers * block) // parts
     rows = -(-config.batch // (dp * config.accumulate))
-    width = config.layers * (4 * d + config.ffn // tp) + 2 * config.vocab // tp
-    drawn = 8 * config.batch // dp + 8 * config.sample  # places of sequences, tokens of the sample
-    moments = 2 * max(4, stored)
-    return (
-        parameters * (2 * stored + moments) + rows * config.seq * width * computed.itemsize + drawn
+    if config.pp > 1:
+        rows = max(1, rows // config.through_pipeline(dp))
+    width = (config.layers * (4 * d + config.ffn // config.tp) + 2 * config.vocab // config.tp) // (
+        config.pp * (config.tp if config.sequence_parallel else 1)
     )
+    drawn = 8 * config.batch // dp + 8 * config.sample  # places of sequences, tokens of the sample
+    stage = 0 if config.fsdp == "none" else int(config.fsdp)
+    n = dp * config.cp
+    weights = stored / (n if stage == 3 else 1) + stored / (n if stage >= 2 else 1)
+    bytes_each = weights + 2 * max(4, stored) / (n if stage else 1)
+    activations = rows * config.seq // config.cp * width * computed.itemsize
+    return int(parameters * bytes_each) + activations + drawn
 
 
 def available() -> int | None:

@@ -47,7 +47,7 @@ class Display(Report):
         config, corpus = self.config, facts.corpus
         self.say(
             f"{config.model} of {count(facts.parameters)} {config.dtype} parameters "
-            f"on {ranks(facts.dp * facts.tp)}: dp {facts.dp} x tp {facts.tp}"
+            f"on {ranks(facts.ranks)}: {facts.layout}"
         )
         self.say(
             f"data: {corpus.name}, {count(len(corpus.train))} tokens to train on, "

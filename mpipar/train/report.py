@@ -22,8 +22,8 @@ class Facts:
     parameters: int  # of the whole model
     peak: float  # FLOP/s of matrix products on all ranks together
     flops_per_token: float  # forward and backward
-    dp: int
-    tp: int
+    layout: str  # of the mesh: "dp 2 x tp 2"
+    ranks: int
     corpus: Corpus
 
 

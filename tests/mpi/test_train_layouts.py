@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipar import models
 from mpipar.errors import ConfigError, MismatchError, NonFiniteError
 from mpipar.optim import SGD
-from mpipar.parallel.data_parallel import DataParallel
-from mpipar.parallel.inject import factories
 from mpipar.parallel.mesh import Mesh
 from mpipar.train.agree import is_of_all_ranks
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Rows
+from mpipar.train.held import hold
 from mpipar.train.loop import train, train_step
 from mpipar.train.report import Row
 
@@ -99,13 +97,14 @@ def rows_with_masks(count: int, seq: int = 16) -> tuple[np.ndarray, np.ndarray]:
 def one_step(comm: MPI.Intracomm, cuts: list[slice]) -> tuple[float, float, int, list[np.ndarray]]:
     """Take a step over these cuts of the batch; return its numbers and the gradients."""
     inputs, targets = rows_with_masks(9)
-    parts = [Rows(cut.start, inputs[cut], targets[cut]) for cut in cuts]
+    parts = [Rows(cut.start, inputs[cut], targets[cut], np.arange(16)) for cut in cuts]
     with Mesh(comm) as mesh:
-        model = models.build(TINY.model_config(), **factories(mesh))
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with DataParallel(model, mesh.dp, op="sum") as replica:
-            numbers = train_step(1, parts, replica, optimizer, mesh, clip=0.0)
-        return *numbers, [np.array(param.grad) for param in model.parameters()]
+        held = hold(TINY, mesh)
+        optimizer = SGD(held.parameters(), lr=0.1)
+        numbers = train_step(1, parts, held, optimizer, mesh, clip=0.0)
+        gradients = [np.array(param.grad) for param in held.parameters()]
+        held.destroy()
+        return *numbers, gradients
 
 
 def test_micro_batches_of_different_token_counts(world: MPI.Intracomm) -> None:

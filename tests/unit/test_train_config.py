@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mpipar.errors import ConfigError
-from mpipar.train.config import TrainConfig, nearest
+from mpipar.train.config import TrainConfig
+from mpipar.train.rules import nearest
 
 BAD: list[tuple[int, dict[str, Any], list[str]]] = [
     # ranks, settings, words of the message
@@ -21,6 +22,22 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
     (4, {"tp": 4, "model": "llama", "kv_heads": 2}, ["kv_heads=2", "tp=4", "--kv-heads 4"]),
     (2, {"tp": 2, "hidden": 33}, ["hidden=33", "tp=2", "32 or 34"]),
     (3, {"tp": 3, "heads": 6, "dim": 96, "model": "llama"}, ["hidden=256", "tp=3", "255 or 258"]),
+    (4, {"pp": 0}, ["pp=0", "at least 1"]),
+    (4, {"pp": 3}, ["pp=3", "number of ranks, 4", "1, 2, 4"]),
+    (4, {"pp": 2, "tp": 4}, ["pp=2", "pp x tp = 2 x 4 = 8", "-n 8"]),
+    (4, {"dp": 2, "pp": 2, "cp": 2}, ["dp=2", "2 x 2 x 2 = 8"]),
+    (2, {"pp": 2, "layers": 1}, ["layers=1", "2 stages", "--layers 2"]),
+    (2, {"pp": 2, "layers": 3, "schedule": "zbv"}, ["layers=3", "4 stages"]),
+    (2, {"pp": 2, "schedule": "fast"}, ["schedule='fast'", "1f1b"]),
+    (2, {"pp": 2, "schedule": "none.csv"}, ["none.csv"]),
+    (2, {"pp": 2, "microbatches": 9}, ["microbatches=9", "--microbatches 8", "--batch 9"]),
+    (2, {"pp": 2, "accumulate": 2, "microbatches": 5}, ["microbatches=5", "--microbatches 4"]),
+    (2, {"pp": 2, "chunks": 2}, ["chunks=2", "1f1b"]),
+    (2, {"microbatches": 2}, ["microbatches=2", "--pp 2"]),
+    (2, {"pp": 2, "fsdp": "3"}, ["fsdp='3'", "--fsdp none"]),
+    (2, {"sequence_parallel": True}, ["sequence_parallel=True", "--tp 2"]),
+    (4, {"cp": 4, "seq": 7}, ["seq=7", "--seq 8"]),
+    (8, {"cp": 8, "cp_layout": "ulysses"}, ["heads=4", "8 ranks", "zigzag"]),
     (1, {"dim": 130}, ["dim=130", "heads=4", "128 or 132"]),
     (1, {"dim": 132, "model": "llama"}, ["dim=132", "128 or 136"]),
     (1, {"model": "llama", "kv_heads": 3}, ["kv_heads=3", "heads=4", "1, 2, 4"]),
@@ -59,11 +76,11 @@ def test_refused(ranks: int, settings: dict[str, Any], words: list[str]) -> None
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_defaults_work_on_any_number_of_ranks(ranks: int) -> None:
     TrainConfig().validate(ranks)
-    assert TrainConfig().mesh(ranks) == (ranks, 1)
+    assert TrainConfig().copies(ranks) == ranks
 
 
 def test_mesh_takes_what_is_left() -> None:
-    assert TrainConfig(tp=2).mesh(4) == (2, 2)
+    assert TrainConfig(tp=2).copies(4) == 2
     TrainConfig(tp=2, dp=2).validate(4)
     TrainConfig(tp=2, model="llama", kv_heads=2).validate(2)
 

@@ -1,0 +1,212 @@
+"""What settings of `mpipar train` work together: every rule is (setting, holds, rule, fix).
+
+Nothing here needs another rank or a file: the number of ranks is the only other input, so every
+rank comes to the same result before anything is sent.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpipar.errors import ConfigError, explain
+from mpipar.models.config import default_hidden
+from mpipar.train import memory, outputs
+
+if TYPE_CHECKING:
+    from mpipar.train.config import TrainConfig
+
+Rule = tuple[str, bool, str, str]  # setting, whether its value is good, the rule, the fix
+Start = Callable[[int], str]  # number of ranks -> the command that starts them
+
+COUNTS = (
+    *("dp", "tp", "pp", "cp", "layers", "dim", "heads", "kv_heads", "hidden", "vocab", "seq"),
+    *("batch", "accumulate", "steps", "eval_batches", "chunks", "microbatches"),
+)  # settings of at least 1
+USUAL = {"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160}
+
+
+def check(config: "TrainConfig", ranks: int, start: Start) -> None:
+    """Raise ConfigError for the first setting that cannot work."""
+    for rules in (_sizes, _numbers, _outputs):
+        _apply(config, rules(config))
+    _apply(config, _mesh(config, ranks, start))
+    dp = config.copies(ranks)
+    for rules_of_copies in (_tensor, _context, _batch, _pipeline, _memory):
+        _apply(config, rules_of_copies(config, dp))
+
+
+def _apply(config: "TrainConfig", rules: Iterator[Rule]) -> None:
+    for name, good, rule, fix in rules:
+        if not good:
+            raise ConfigError(explain(name, config.value(name), rule, fix))
+
+
+def _sizes(config: "TrainConfig") -> Iterator[Rule]:
+    for name in COUNTS:
+        value, fix = getattr(config, name), f"Pass --{flag(name)} 1 or more"
+        yield name, value is None or value >= 1, "it is at least 1", fix
+    for name in ("eval_every", "sample", "seed"):
+        fix = f"Pass --{flag(name)} 0 or more"
+        yield name, getattr(config, name) >= 0, "it is not negative", fix
+    dim, heads = config.dim, config.heads
+    yield "dim", dim % heads == 0, f"it is a multiple of heads={heads}", _dim(dim, heads)
+    if config.model == "llama":
+        rule = f"rotary positions turn pairs, so it is a multiple of 2 x heads={heads}"
+        yield "dim", dim % (2 * heads) == 0, rule, _dim(dim, 2 * heads)
+        fix = f"Pass --kv-heads with one of {', '.join(map(str, divisors(heads)))}"
+        yield "kv_heads", heads % config.kv == 0, f"it divides heads={heads}", fix
+    else:
+        rule = "only llama groups its queries"
+        yield "kv_heads", config.kv == heads, rule, "Leave it out, or pass --model llama"
+
+
+def _dim(dim: int, degree: int) -> str:
+    return f"Pass --dim {nearest(dim, degree)}"
+
+
+def _numbers(config: "TrainConfig") -> Iterator[Rule]:
+    for name in ("lr", "min_lr", "weight_decay", "clip"):
+        value = getattr(config, name)
+        good = value is None or (math.isfinite(value) and value >= 0)
+        yield name, good, "it is a number from 0 up", f"Pass --{flag(name)} 0 or more"
+    yield "dropout", 0 <= config.dropout < 1, "it is at least 0 and below 1", "Pass 0 for none"
+    yield "min_lr", config.lowest_lr <= config.lr, f"it is at most lr={config.lr}", "Lower it"
+    rule = f"it is between 0 and steps={config.steps}"
+    good = 0 <= config.warmup_steps <= config.steps
+    yield "warmup", good, rule, "Pass fewer warm-up steps"
+
+
+def _outputs(config: "TrainConfig") -> Iterator[Rule]:
+    rule, fix = "training runs on the CPU in this version", "Pass --device cpu, or leave it out"
+    yield "device", config.device == "cpu", rule, fix
+    for name in ("log", "plot"):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        reason = outputs.refusal(Path(value))
+        yield name, reason is None, reason or "", "Pass the path of a file that can be written"
+        own = config.data is None or not outputs.is_part_of(Path(value), Path(config.data))
+        rule = f"it must not be part of data={config.data!r}, which it would overwrite"
+        yield name, own, rule, "Pass another path"
+    if config.log is not None and config.plot is not None:
+        apart = not outputs.is_part_of(Path(config.plot), Path(config.log))
+        yield "plot", apart, "it must be another file than the log", "Pass another path"
+    if config.plot is not None:
+        formats = (".png", ".svg", ".pdf")
+        good = Path(config.plot).suffix in formats
+        yield "plot", good, "the ending says the format", f"Use one of {', '.join(formats)}"
+        installed = importlib.util.find_spec("matplotlib") is not None
+        yield "plot", installed, "it needs matplotlib", 'Run pip install "mpipar[plot]"'
+
+
+def _mesh(config: "TrainConfig", ranks: int, start: Start) -> Iterator[Rule]:
+    part = config.model_part()
+    others = [name for name in ("pp", "cp", "tp") if getattr(config, name) > 1] or ["tp"]
+    sizes = " x ".join(str(getattr(config, name)) for name in others)
+    dp = config.copies(ranks)
+    if config.dp is None:
+        if len(others) == 1:
+            name, rule = others[0], f"it divides the number of ranks, {ranks}"
+            fix = f"Pass --{name} with one of {', '.join(map(str, divisors(ranks)))}"
+        else:
+            name, rule = others[0], f"{' x '.join(others)} = {sizes} = {part} divides {ranks} ranks"
+            fix = f"Let them multiply to one of {', '.join(map(str, divisors(ranks)))}"
+        yield name, ranks % part == 0, rule, f"{fix}, or start {start(part)}"
+    product = f"dp x {' x '.join(others)} = {dp} x {sizes} = {dp * part}"
+    rule = f"{product} is not the number of ranks, {ranks}"
+    yield "dp", dp * part == ranks, rule, f"Leave --dp out, or start {start(dp * part)}"
+
+
+def _tensor(config: "TrainConfig", dp: int) -> Iterator[Rule]:
+    tp = config.tp
+    for name, value in (("heads", config.heads), ("kv_heads", config.kv), ("hidden", config.ffn)):
+        rule = f"it is cut over the tensor ranks, so it is a multiple of tp={tp}"
+        fix = f"Pass --{flag(name)} {nearest(value, tp)}, or another --tp"
+        yield name, value % tp == 0, rule, fix
+    rule = "it cuts over the tensor ranks what tp=1 leaves whole"
+    good = not config.sequence_parallel or tp > 1
+    yield "sequence_parallel", good, rule, "Leave it out, or pass --tp 2"
+
+
+def _context(config: "TrainConfig", dp: int) -> Iterator[Rule]:
+    cp = config.cp
+    pieces = 2 * cp if config.cp_layout == "zigzag" else cp
+    rule = f"each of the cp={cp} context ranks has a part of every sequence"
+    yield "seq", cp == 1 or config.seq >= pieces, rule, f"Pass --seq {pieces} or more"
+    if cp > 1 and config.cp_layout in ("ulysses", "hybrid"):
+        degree = cp if config.cp_layout == "ulysses" else ulysses_degree(cp)
+        heads = config.heads // config.tp
+        rule = f"{config.cp_layout} spreads the {heads} heads of a rank over {degree} ranks"
+        fix = "Pass --cp-layout zigzag, or more --heads"
+        yield "heads", heads >= degree, rule, fix
+
+
+def _batch(config: "TrainConfig", dp: int) -> Iterator[Rule]:
+    rule = f"each of the dp={dp} data-parallel ranks gets at least one sequence"
+    yield "batch", config.batch >= dp, rule, f"Pass --batch {dp} or more"
+    smallest = config.batch // dp
+    rule = f"a rank has at least one sequence in each part, and the smallest share is {smallest}"
+    fix = f"Pass --accumulate {smallest} or less, or --batch {config.accumulate * dp}"
+    yield "accumulate", config.accumulate <= smallest, rule, fix
+
+
+def _pipeline(config: "TrainConfig", dp: int) -> Iterator[Rule]:
+    if config.pp == 1:
+        rule = "only a pipeline has them"
+        for name in ("chunks", "microbatches"):
+            yield name, getattr(config, name) is None, rule, "Leave it out, or pass --pp 2"
+        return
+    m, smallest = config.through_pipeline(dp), config.batch // dp
+    rule = (
+        f"a rank has a sequence in each of {m} (x accumulate), and the smallest share is {smallest}"
+    )
+    fix = f"Pass --microbatches {smallest // config.accumulate} or less, or --batch {m * dp}"
+    yield "microbatches", m <= smallest, rule, fix
+    stages = config.stages(dp)
+    rule = f"each of the {stages} stages has at least one layer"
+    yield "layers", config.layers >= stages, rule, f"Pass --layers {stages} or more, or less --pp"
+    splits = config.schedule not in ("gpipe", "1f1b", "interleaved")
+    good = config.fsdp == "none" or (config.fsdp != "3" and not splits)
+    rule = "with a pipeline it is none, or 1 or 2 under gpipe, 1f1b and interleaved"
+    yield "fsdp", good, rule, "Pass --fsdp none, or another --schedule"
+
+
+def _memory(config: "TrainConfig", dp: int) -> Iterator[Rule]:
+    need, have = memory.needed(config, dp), memory.available()
+    usual = {**USUAL, "hidden": default_hidden(config.model, config.dim)}
+
+    def share(name: str) -> int:
+        value = config.value(name)
+        assert isinstance(value, int)
+        return value // usual[name]
+
+    rule = (
+        f"weights, gradients, moments and activations take at least {memory.amount(need)} on "
+        f"each rank, and this machine has {memory.amount(have or 0)}"
+    )
+    name = max(usual, key=share)
+    yield name, have is None or need <= have, rule, f"Pass a smaller --{flag(name)}"
+
+
+def ulysses_degree(cp: int) -> int:
+    """Return how many of cp ranks the hybrid layout joins by heads: about the square root."""
+    return max(d for d in divisors(cp) if d * d <= cp)
+
+
+def flag(name: str) -> str:
+    """Return the command-line flag of a field, without its dashes."""
+    return name.replace("_", "-")
+
+
+def divisors(n: int) -> list[int]:
+    """Return the numbers that divide n."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def nearest(value: int, degree: int) -> str:
+    """Return the multiples of `degree` around `value`, as "6 or 9"."""
+    below = value // degree * degree
+    return " or ".join(str(n) for n in (below, below + degree) if n > 0)
