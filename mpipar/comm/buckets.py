@@ -133,7 +133,8 @@ class Buckets:
     """All buckets, in the one order in which every rank starts them.
 
     `start_complete` starts a bucket once all its items are complete and the buckets before it are
-    started; `reduce` posts its all-reduce and returns the handle.
+    started; `reduce` posts its all-reduce and returns the handle.  In shared memory the first step
+    starts none before all items are complete: results of another layout may still be read there.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Buckets:
         self.bucket_of = {number: b for b in self._all for number in b.numbers}
         self._reduce = reduce
         self._next = 0
+        self._waits = memory is not None
 
     @property
     def all_started(self) -> bool:
@@ -163,7 +165,7 @@ class Buckets:
 
     def start_complete(self) -> None:
         """Start the buckets whose turn it is."""
-        while not self.all_started and not self._all[self._next].missing:
+        while not self._waits and not self.all_started and not self._all[self._next].missing:
             bucket = self._all[self._next]
             self._next += 1
             if bucket.size:
@@ -173,6 +175,7 @@ class Buckets:
         """Start the rest; wait for all, and divide each by what is left to divide by."""
         for bucket in self._all:
             bucket.missing = 0
+        self._waits = False
         self.start_complete()
         for bucket in self._all:
             if bucket.handle is not None:

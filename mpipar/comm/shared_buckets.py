@@ -12,10 +12,13 @@ Who may still read when others write?  A rank writes its own vector again once I
 step are done, and they are when all ranks have added what they needed of it.  A bucket's range of R
 is written again when all ranks have started to reduce that bucket in the next step, for which
 they had to have its gradients complete: so a rank may read a sum until then, and add to it in its
-own vector.  Before buckets are laid out anew, what lies in R is copied.
+own vector.  After buckets were laid out anew, a sum may lie in the range of another bucket: in that
+step none is started before all gradients are complete.
 
-Memory for n bytes of gradients and p ranks on a node: (p + 1) n bytes of /dev/shm (private buckets
-take p n, and while a bucket is added up by messages nearly twice its size).
+Memory for n bytes of gradients and p ranks on a node: (p + 1) n bytes of /dev/shm.  Private buckets
+take p n, and each rank twice a bucket while it is added up by messages: sharing costs up to n bytes
+a node, and buys time.  In the resident size of a rank, which counts what others own too, there are
+its own vector, the sums, and its block of the others': (2 + (p-1)/p) n.
 """
 
 import time

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar.comm import buckets
 from mpipar.comm.shared_buckets import SharedBuckets, reserve
-from mpipar.comm.window_memory import read_only, whole_lines
+from mpipar.comm.window_memory import whole_lines
 from mpipar.errors import ConfigError, StateError, explain
 
 
@@ -94,9 +94,6 @@ class Slots:
         reduce: Callable[[buckets.Bucket], Any],
     ) -> buckets.Buckets:
         """Lay out buckets, filled in this order, and return them."""
-        for slot in self.all:  # the memory is about to be used otherwise
-            if self._shares(slot.param.grad):
-                slot.param.grad = read_only(slot.param.grad.copy())  # as later ones will be
         made = buckets.Buckets(self._items(), order, capacity, wire, reduce, self.memory)
         for slot in self.all:
             slot.bucket = made.bucket_of[slot.number]
@@ -115,14 +112,11 @@ class Slots:
         for slot in self.all:
             if self._into and hasattr(slot.param, "home"):
                 slot.param.home = None
-            if self._shares(slot.param.grad):
-                slot.param.grad = slot.param.grad.copy()
+            grad = slot.param.grad
+            if grad is not None and any(memory.holds(grad) for memory in self._memories):
+                slot.param.grad = grad.copy()
         self._memories.clear()
         self.memory = None
-
-    def _shares(self, grad: Any) -> bool:
-        """Say whether a gradient lies in shared memory."""
-        return grad is not None and any(memory.holds(grad) for memory in self._memories)
 
     def _items(self) -> list[buckets.Item]:
         return [buckets.Item.like(slot.param.data) for slot in self.all]

@@ -1,5 +1,8 @@
 """How arrays are laid out in buckets, and when a bucket starts."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -97,3 +100,27 @@ def test_settings_that_cannot_work(wrong: dict) -> None:
     check_settings(**good)
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         check_settings(**{**good, **wrong})
+
+
+def test_in_shared_memory_the_first_step_waits_for_all() -> None:
+    class Memory:
+        """Of one process: places are arrays."""
+
+        def clear(self) -> None:
+            pass
+
+        def place(self, n: int, dtype: np.dtype) -> SimpleNamespace:
+            return SimpleNamespace(buffer=np.zeros(n, dtype), result=np.ones(n, dtype))
+
+    started: list[list[int]] = []
+    memory: Any = Memory()
+    buckets = Buckets(items(1, 1), [0, 1], 4, None, lambda b: started.append(b.numbers), memory)
+    for step in range(2):
+        buckets.bucket_of[0].missing -= 1
+        buckets.start_complete()
+        assert started == ([[0]] if step else [])
+        buckets.finish(lambda b: 1.0)
+        assert started == [[0], [1]]
+        assert (buckets.bucket_of[0].results[0] == 1).all()
+        buckets.reset()
+        started.clear()
