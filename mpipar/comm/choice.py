@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mpipar.comm.node import Nodes
 from mpipar.errors import ConfigError, explain
+from mpipar.schedule import COLLECTIVES, algorithms
 
 SEGMENT_BYTES = 1 << 22  # smaller ones cost more switching between ranks than they save
 MOST_SEGMENTS = 64
@@ -44,13 +45,14 @@ def table_path() -> Path:
 def read_table(path: Path) -> Table:
     """Read a table; a missing file is an empty table.
 
-    Raises ConfigError if the file is not a table.
+    Raises ConfigError if the file is not a table, or names what does not exist.
     """
     if not path.is_file():
         return Table({})
+    fix = "Delete it, or measure with mpipar bench collectives --tune"
     try:
         rows = json.loads(path.read_text())["rows"]
-        return Table(
+        table = Table(
             {
                 (row["collective"], int(row["ranks"])): tuple(
                     (float("inf") if limit is None else float(limit), str(algorithm))
@@ -59,10 +61,16 @@ def read_table(path: Path) -> Table:
                 for row in rows
             }
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            explain("MPIPAR_TUNING", str(path), "it is not a tuning table", "Delete or measure it")
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError):
+        rule = "it must be a tuning table"
+        raise ConfigError(explain("MPIPAR_TUNING", str(path), rule, fix)) from None
+    for (collective, _), pairs in table.rows.items():
+        known = (*algorithms(collective), "mpi") if collective in COLLECTIVES else ()
+        for _, name in pairs:
+            if name not in known:
+                rule = f"there is no algorithm {name!r} for {collective!r}, which it names"
+                raise ConfigError(explain("MPIPAR_TUNING", str(path), rule, fix))
+    return table
 
 
 def write_table(path: Path, table: Table) -> None:

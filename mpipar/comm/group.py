@@ -93,11 +93,23 @@ class ProcessGroup:
         )
 
     def _agree_table(self) -> choice.Table:
+        """Return the tuning table that rank 0 reads; raise ConfigError on every rank if it is none.
+
+        With one rank nothing is chosen.
+        """
         if self.size == 1:
             return choice.Table({})
-        return self.raw.bcast(
-            choice.read_table(choice.table_path()) if self.rank == 0 else None, root=0
-        )
+        told: choice.Table | str = ""
+        if self.rank == 0:
+            try:
+                told = choice.read_table(choice.table_path())
+            except ConfigError as error:
+                told = str(error)
+        told = self.raw.bcast(told, root=0)
+        if isinstance(told, str):
+            self.raw.Free()
+            raise ConfigError(told)
+        return told
 
     def require_alive(self) -> None:
         """Raise DestroyedError after `destroy`, StateError after a call that went wrong."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpipar.comm.choice import read_table, table_path
 from mpipar.errors import NonFiniteError, explain
 from mpipar.models.transformer import IGNORE
 from mpipar.optim import AdamW, cosine
@@ -50,6 +51,7 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     """
     report = report or Report()
     guarded = Guarded(report)
+    together(world, lambda: read_table(table_path()))
     same(world, "the configuration", config.fingerprint(), "Start all ranks with the same flags.")
     together(world, lambda: config.validate(world.size, launch.command))
     corpus = together(
