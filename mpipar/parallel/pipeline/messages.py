@@ -49,6 +49,7 @@ class Messages:
 
     def send(self, action: Action, x: Array, dst: int, rows: int) -> None:
         """Start to send what F or B made."""
+        self._sends = [handle for handle in self._sends if not handle.test()]  # memory is freed
         if action.kind == "SEND_F":
             self._announce(action, x, dst, rows)
         self._sends.append(self._comm.send(x, dst, async_op=True))
