@@ -37,7 +37,7 @@ def prove(chosen: list[tuple[str, str]], counts: list[int], jobs: int | None = N
     """
     start = time.perf_counter()
     tasks = [(collective, algorithm, p) for collective, algorithm in chosen for p in counts]
-    proofs = list(_run(tasks, jobs))
+    proofs = list(_shown(_run(tasks, jobs), len(tasks)))
     _print_table(chosen, counts, proofs, time.perf_counter() - start)
     failed = [proof for proof in proofs if proof.error]
     for proof in failed:
@@ -94,6 +94,18 @@ def _run(tasks: list[Task], jobs: int | None) -> Iterator[Proof]:
     longest_first = sorted(tasks, key=lambda task: -task[2])
     with get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(prove_one, longest_first, chunksize=4)
+
+
+def _shown(proofs: Iterator[Proof], total: int) -> Iterator[Proof]:
+    """Yield the proofs; where somebody watches, a bar shows how many there are."""
+    if not sys.stderr.isatty():
+        yield from proofs
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    bar: dict[str, Any] = {"description": "proving", "transient": True}
+    yield from track(proofs, total=total, console=Console(stderr=True), **bar)
 
 
 def _print_table(
