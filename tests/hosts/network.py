@@ -65,8 +65,12 @@ class Hosts(NamedTuple):
             "-localhost", ADDRESSES[0], "-hosts", ",".join(f"{name}:{half}" for name in NAMES),
             "-n", n, sys.executable, *args,
         ]  # fmt: skip
-        command = shlex.join(map(str, job))
-        return run([self.script, NAMES[0], command], timeout, env=dict(ENVIRONMENT))
+        return self.shell(shlex.join(map(str, job)), timeout)
+
+    def shell(self, command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a line of shell on the first host, which then has an empty /dev/shm."""
+        job = [self.script, NAMES[0], f"sh -c {shlex.quote(command)}"]
+        return run(job, timeout, env=dict(ENVIRONMENT))
 
 
 @contextlib.contextmanager

@@ -4,12 +4,15 @@ Skipped, with the reason, where network namespaces are not to be had.
 """
 
 import json
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hosts.network import COUNTERS, NAMES, Hosts, two_hosts, why_not
+from tests.launch import mpiexec
 
 pytestmark = pytest.mark.launch
 MIB = 2**20
@@ -144,3 +147,20 @@ def test_a_rank_of_the_other_host_that_fails_ends_the_job(hosts: Hosts, how: str
     assert done.returncode != 0
     for word in words:
         assert word in output, output
+
+
+KILLED = """
+window = comm.window(2**24)  # 64 MiB on each rank, and the result
+comm.barrier()
+if r == 1: os.kill(os.getpid(), signal.SIGKILL)
+comm.barrier()
+"""
+
+
+def test_a_killed_job_leaves_no_window_in_shared_memory(hosts: Hosts) -> None:
+    """MPICH leaves a file of its own, of about 1 MiB a rank."""
+    job = shlex.join([*mpiexec(), "-n", "2", sys.executable, "-c", HEAD + KILLED])
+    done = hosts.shell(f"{job}; echo code $?; sleep 0.5; du -s --block-size=1 /dev/shm")
+    *_, code, size = done.stdout.splitlines()
+    assert code == "code 9", done.stdout + done.stderr  # the signal
+    assert int(size.split()[0]) < 16 * MIB, done.stdout
