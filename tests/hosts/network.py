@@ -69,7 +69,7 @@ class Hosts(NamedTuple):
 
     def shell(self, command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a line of shell on the first host, which then has an empty /dev/shm."""
-        job = [self.script, NAMES[0], f"sh -c {shlex.quote(command)}"]
+        job: list[str | Path] = [self.script, NAMES[0], f"sh -c {shlex.quote(command)}"]
         return run(job, timeout, env=dict(ENVIRONMENT))
 
 
