@@ -31,7 +31,8 @@ TILE = 64  # queries; twice as many for long rows of keys, whose edge is a small
 LONG = 512  # keys
 SCORES = 1 << 17  # elements of a tile's scores, all of its heads: 512 KiB in float32
 Pump = Callable[[], None]
-BOUND = 30.0  # scores up to this need no maximum subtracted: e^30 and its sums are far from limits
+BOUND = 30.0  # e^30, and sums of it, are far from the limits of float32
+SMALL, LARGE = math.exp(-BOUND), math.exp(BOUND)
 
 
 class Mask(NamedTuple):
@@ -159,16 +160,6 @@ class _Keys:
         return s
 
 
-def _bounded(q: np.ndarray, k: np.ndarray, mask: Mask) -> bool:
-    """Say whether |s_ij| <= scale |q_i| |k_j| <= BOUND for all scores.
-
-    Then their exponentials can be taken as they are, without subtracting a maximum.
-    """
-    wide = compute_dtype(q.dtype)
-    longest = [np.einsum("...d,...d->...", x, x, dtype=wide).max(initial=0.0) for x in (q, k)]
-    return abs(mask.scale) * math.sqrt(longest[0]) * math.sqrt(longest[1]) <= BOUND
-
-
 @functools.lru_cache(maxsize=64)
 def _hidden(rows: int, columns: int, ahead: int) -> np.ndarray:
     """Return where column j > ahead + row i: (rows, columns)."""
@@ -178,14 +169,18 @@ def _hidden(rows: int, columns: int, ahead: int) -> np.ndarray:
 def forward_cpu(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Mask, pump: Pump
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return o and L, tile by tile."""
+    """Return o and L, tile by tile.
+
+    Exponentials of the scores are taken as they are; only where their sums come near the limits of
+    float32, the tile's are taken again with the maximum of each row subtracted.
+    """
     batch, seq, heads, _ = q.shape
     groups = k.shape[2]
     wide = compute_dtype(q.dtype)
     out = np.empty((batch, seq, heads, v.shape[3]), q.dtype)
     totals = np.empty((batch, groups, heads // groups, seq, 1), wide)
     tops = np.zeros_like(totals)
-    space, bounded = np.empty(_space(q, k), wide), _bounded(q, k, mask)
+    space = np.empty(_space(q, k), wide)
     for b, some in _groups(q, k):
         queries, results = (_rows_of(x, b, some, groups) for x in (q, out))
         keys = _Keys(k, v, b, some, mask)
@@ -195,11 +190,14 @@ def forward_cpu(
             if not tile.seen:
                 target[...], total[...] = 0, 0
                 continue
-            s = keys.scores(_tile_rows(queries, tile, wide), tile, space)
-            if not bounded:
+            rows, ones = _tile_rows(queries, tile, wide), np.ones((tile.seen, 1), wide)
+            s = keys.scores(rows, tile, space)
+            with np.errstate(over="ignore"):
+                _product_into(total, np.exp(s, out=s), ones)
+            if not (total.min() >= SMALL and total.max() <= LARGE):
+                s = keys.scores(rows, tile, space)
                 tops[b, some, :, tile.rows] = _subtract_top(s).reshape(total.shape)
-            np.exp(s, out=s)
-            _product_into(total, s, np.ones((tile.seen, 1), wide))
+                _product_into(total, np.exp(s, out=s), ones)
             o = (s @ keys.values[:, : tile.seen]).reshape(target.shape)
             divisor = total if tile.by_all else np.where(total == 0, 1, total)
             np.divide(o, divisor, out=target, casting="same_kind")
