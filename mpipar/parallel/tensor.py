@@ -99,6 +99,9 @@ class _Cut(Module):
             check_scale("std", std)
         self.in_features, self.out_features, self.comm = in_features, out_features, comm
         self.overlap, self.sequence = overlap, sequence
+        if sequence is not None and sequence.comm is not comm:
+            rule = f"it must cut over the layer's own communicator, {comm.name!r}"
+            raise ConfigError(explain("sequence", sequence.comm, rule, "Make it of that one"))
         what, size = (("out_features", out_features), ("in_features", in_features))[self.along]
         self.parts = tuple(parts or (size,))
         for part in self.parts:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpipar import partition
 from mpipar.autograd import Tape, Tensor, no_grad
-from mpipar.errors import StateError
+from mpipar.errors import ConfigError, StateError
 from mpipar.nn import LayerNorm, Linear, RMSNorm
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards, share
@@ -118,6 +118,13 @@ def test_a_block_of_another_length_is_an_error(comm: Communicator) -> None:
     with pytest.raises(StateError, match=r"sequence of 10.*shard"):
         column(Tensor(draw(2, 10, 12)))
     assert comm.calls.total() == 0
+
+
+def test_a_cut_over_another_communicator_is_an_error(comm: Communicator) -> None:
+    with Communicator(MPI.COMM_SELF) as other:
+        for layer in (ColumnParallelLinear, RowParallelLinear):
+            with pytest.raises(ConfigError, match="own communicator"):
+                layer(12, 12, comm, sequence=SequenceShards(other))
 
 
 def test_gradients_of_shared_parameters_travel_together(comm: Communicator) -> None:
