@@ -50,6 +50,7 @@ class DataParallel:
     one node they lie there once for all ranks (see `shared`) and cannot be written: to clip, pass
     `clip_factor(norm, max_norm)` to `optimizer.step(grad_scale=)`.
     Attributes are those of the module, and so are the names in `state_dict`.
+    Experts that are spread over a group (see `MoE`) are left alone: each rank has others.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class DataParallel:
             rule = "backward runs at least once a step"
             raise ConfigError(explain("accumulation_steps", accumulation_steps, rule, "Pass 1"))
         self.module, self.comm, self.accumulation_steps = module, comm, accumulation_steps
-        self._params = [param for param in module.parameters() if param.requires_grad]
+        self._all = [param for param in module.parameters() if not _is_spread_expert(param)]
+        self._params = [param for param in self._all if param.requires_grad]
         how = {"wire_dtype": wire_dtype, "steps": accumulation_steps, "shared": shared}
         self._synchronizer = GradientSynchronizer(comm, bucket_mb, op, into_buckets=True, **how)
         self._synchronizer.register(self._params[::-1])  # backward meets the last one first
@@ -91,7 +93,11 @@ class DataParallel:
         self._handles.append(_at_the_end(self))
 
     def destroy(self) -> None:
-        """Collective: free the communicator and leave the module alone; twice is harmless."""
+        """Collective: free the communicator and leave the module alone; twice is harmless.
+
+        The parameters keep their gradients; other views of shared buckets must not be used any
+        more.
+        """
         while self._handles:
             self._handles.pop().remove()
         self._synchronizer.close()
@@ -261,8 +267,13 @@ class DataParallel:
         """Give every rank the parameters of rank `src`."""
         if self.comm.size == 1:
             return
-        for param in self.module.parameters():
+        for param in self._all:
             param.data[...] = self.comm.broadcast(param.data, src=src)
+
+
+def _is_spread_expert(param: Any) -> bool:
+    """Say whether the ranks hold different experts in it, so that theirs is another sum."""
+    return "ep" in getattr(getattr(param, "spec", None), "placements", ())
 
 
 def _at_the_end(replica: DataParallel) -> Any:

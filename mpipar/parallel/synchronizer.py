@@ -127,7 +127,11 @@ class GradientSynchronizer:
         return self
 
     def close(self) -> None:
-        """Collective: free the communicator; a second call does nothing."""
+        """Collective: free the communicator; a second call does nothing.
+
+        The parameters keep their gradients; other views of shared buckets must not be used any
+        more.
+        """
         if not self._started:
             return
         self._started = False
