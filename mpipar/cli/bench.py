@@ -4,6 +4,7 @@ mpiexec -n 2 mpipar bench collectives --json collectives.json
 mpiexec -n 4 mpipar bench collectives --tune
 mpiexec -n 2 mpipar bench collectives --algorithms window --peer torch
 mpiexec -n 2 mpipar bench train --peer torch --json train.json
+mpiexec -n 2 mpipar bench pipeline --microbatches 8
 mpipar bench overhead
 """
 
@@ -56,20 +57,40 @@ class Overhead:
     """Write {"machine": ..., "rows": [...]} here."""
 
 
-Config = Collectives | Train | Overhead
+@dataclass(frozen=True)
+class Pipeline:
+    """Run pipeline schedules; the ranks' idle share beside the simulated one; run by mpiexec."""
+
+    schedules: tuple[Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv"], ...] = (
+        *("gpipe", "1f1b", "interleaved", "zb1p", "zbv"),
+    )
+    """Schedules to run."""
+    microbatches: int = 8
+    """Micro-batches of a step."""
+    dim: int = 512
+    """Features of the layers, two square ones a stage."""
+    rows: int = 256
+    """Rows of a micro-batch."""
+    json: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Write {"machine": ..., "rows": [...]} here."""
+
+
+Config = Collectives | Train | Pipeline | Overhead
 ALONE = (Overhead,)
 
 
-def run(config: Collectives | Train | Overhead) -> int:
+def run(config: Config) -> int:
     """Run one benchmark; returns the exit code."""
     if isinstance(config, Overhead):
         return _overhead(config)
+    if isinstance(config, Pipeline):
+        return _on_all_ranks(config, lambda world: _pipeline(config, world))
     if isinstance(config, Train):
         return _on_all_ranks(config, lambda world: _train(config, world))
     return _on_all_ranks(config, lambda world: _collectives(config, world))
 
 
-def _on_all_ranks(config: Collectives | Train, work: Callable[[Any], None]) -> int:
+def _on_all_ranks(config: Collectives | Train | Pipeline, work: Callable[[Any], None]) -> int:
     """Collective: run `work` on the world, or tell on rank 0 what all ranks cannot do."""
     if trouble := launch.start():
         return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
@@ -254,6 +275,36 @@ def _print_train(rows: list[Any]) -> None:
             number(row.peer_rss_mb, ",.0f"),
         )
     Console(width=terminal.width() or 110).print(table)
+
+
+def _pipeline(config: Pipeline, world: Any) -> None:
+    """Collective: measure every schedule, print and write."""
+    from mpipar.bench import pipeline, timing
+    from mpipar.parallel.communicator import Communicator
+    from mpipar.train.agree import together
+
+    def check() -> None:
+        for flag in ("microbatches", "dim", "rows"):
+            if getattr(config, flag) < 1:
+                value = getattr(config, flag)
+                raise ConfigError(explain(flag, value, "it must be at least 1", "Pass more"))
+        if world.rank == 0:  # which writes
+            files.check(config.json, "json")
+
+    together(world, check)
+    rows = []
+    with Communicator(world, name="bench") as comm:
+        for name in config.schedules:
+            row = pipeline.measure(comm, name, config.microbatches, config.dim, config.rows)
+            rows.append(row)
+            if comm.rank == 0:
+                print(
+                    f"{name:12} {row.step_s * 1e3:9.1f} ms   idle {row.idle:6.1%}"
+                    f"   simulated {row.simulated_idle:6.1%}   ratio {row.ratio:5.2f}",
+                    flush=True,
+                )
+    if world.rank == 0:
+        _write(config.json, timing.machine(world), pipeline.as_json(rows))
 
 
 def _overhead(config: Overhead) -> int:

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpipar import nn
 from mpipar.arrays import dtype as dtype_of
 from mpipar.autograd import Tensor, no_grad
+from mpipar.bench.pipeline import as_json, measure
 from mpipar.errors import (
     BufferMismatchError,
     ConfigError,
@@ -262,6 +263,18 @@ def test_stages_tell_when_their_gradients_are_complete(comm: Communicator) -> No
         with Pipeline(layer, comm, schedule, 3, on_stage_done=note) as pipe:
             pipe.step(X, X, total)
             assert sorted(done) == [(number, True) for number in sorted(pipe.stages)]
+
+
+def test_the_benchmark_compares_idle_shares(comm: Communicator) -> None:
+    """Its numbers are not judged here, but that all ranks have the same."""
+    for schedule in ("1f1b", "zbv"):
+        row = measure(comm, schedule, 3, 4, 4)
+        assert (row.ranks, row.microbatches) == (comm.size, 3)
+        assert 0 <= row.simulated_idle < 1
+        assert 0 <= row.idle < 1
+        assert len(set(comm.process_group.raw.allgather(row))) == 1
+    (entry,) = as_json([row])
+    assert entry["schedule"] == "zbv"
 
 
 def test_the_measured_timeline(comm: Communicator) -> None:
