@@ -34,6 +34,8 @@ Pump = Callable[[], None]
 BOUND = 30.0  # e^30, and sums of it, are far from the limits of float32
 SMALL, LARGE = math.exp(-BOUND), math.exp(BOUND)
 
+Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]  # of q, k and v
+
 
 class Mask(NamedTuple):
     """Which keys a query sees: those up to its own position, if causal; and the score's scale."""
@@ -217,11 +219,12 @@ def _subtract_top(s: np.ndarray) -> np.ndarray:
 def backward_cpu(
     do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray,
     lse: np.ndarray, delta: np.ndarray, mask: Mask, pump: Pump,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    out: Gradients | None = None,
+) -> Gradients:  # fmt: skip
     """Return the gradients of q, k and v, tile by tile; lse and delta (B, H, S) are float64."""
     groups = k.shape[2]
     wide = compute_dtype(q.dtype)
-    dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v)) if out is None else out
     space = np.empty((2, _space(q, k)), wide)
     per_row = (q.shape[0], groups, q.shape[2] // groups, q.shape[1], 1)
     head, rest = _split(lse.reshape(per_row), wide)
@@ -333,12 +336,13 @@ def row_delta(do: np.ndarray, o: np.ndarray, dlse: np.ndarray | None = None) -> 
 def backward(
     do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray,
     lse: np.ndarray, delta: np.ndarray, mask: Mask, pump: Pump = nothing,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Return the gradients of q, k and v.
+    out: Gradients | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the gradients of q, k and v, in `out` if given.
 
     lse: L, and delta: D by `row_delta`.  Where k and v are one block of a longer sequence (ring
     attention), these are the L and D of all keys, and the results are the block's part.  pump: as
     for `forward`.
     """
     host("attention", do, q, k, v)
-    return backward_cpu(do, q, k, v, lse, delta, mask, pump)
+    return backward_cpu(do, q, k, v, lse, delta, mask, pump, out)

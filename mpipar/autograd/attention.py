@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import numpy as np
+
 from mpipar.arrays import Array
 from mpipar.autograd.record import array, record, record_many
 from mpipar.autograd.tensor import check_float
@@ -38,8 +40,24 @@ def attention(
     out, lse = kernel.forward(qs, ks, vs, mask)
 
     def vjp(g: Array, dlse: Array | None = None) -> tuple[Array, ...]:
-        return kernel.backward(g, qs, ks, vs, lse, kernel.row_delta(g, out, dlse), mask)
+        delta = kernel.row_delta(g, out, dlse)
+        return kernel.backward(g, qs, ks, vs, lse, delta, mask, out=_side_by_side(qs, ks, vs))
 
     if return_lse:
         return record_many((out, lse), (q, k, v), vjp)
     return record(out, (q, k, v), vjp)
+
+
+def _side_by_side(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array] | None:
+    """Return arrays for the gradients that are pieces of one, if q, k and v are; else None.
+
+    `split` then finds the gradient of the whole ready, and copies nothing.
+    """
+    if q.base is None or not q.base is k.base is v.base or q.shape[1] != k.shape[1]:
+        return None
+    if q.dtype != k.dtype or k.dtype != v.dtype or v.shape != k.shape:
+        return None
+    batch, seq, heads, dim = q.shape
+    groups = k.shape[2]
+    whole = np.empty((batch, seq, heads + 2 * groups, dim), q.dtype)
+    return whole[:, :, :heads], whole[:, :, heads:-groups], whole[:, :, -groups:]

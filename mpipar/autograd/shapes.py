@@ -195,4 +195,21 @@ def split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...
     ends = list(accumulate(sizes))
     before = (slice(None),) * dim
     parts = [data[(*before, slice(end - size, end))] for size, end in zip(sizes, ends, strict=True)]
-    return record_many(parts, (x,), lambda *grads: (np.concatenate(grads, dim),))
+    shape = data.shape
+    return record_many(parts, (x,), lambda *grads: (_whole_of(grads, dim, shape),))
+
+
+def _whole_of(parts: tuple[Array, ...], dim: int, shape: tuple[int, ...]) -> Array:
+    """Return the parts one after the other along `dim`: the array that they are the pieces of, if
+    there is one, else a new one.
+    """
+    whole = parts[0].base if type(parts[0]) is np.ndarray else None
+    if type(whole) is not np.ndarray or whole.shape != shape or not whole.flags.c_contiguous:
+        return np.concatenate(parts, dim)
+    start, place = 0, whole.ctypes.data
+    for part in parts:
+        here = place + start * whole.strides[dim]
+        if part.base is not whole or part.strides != whole.strides or part.ctypes.data != here:
+            return np.concatenate(parts, dim)
+        start += part.shape[dim]
+    return whole

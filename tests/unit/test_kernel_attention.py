@@ -160,3 +160,16 @@ def test_the_full_matrix_of_scores_never_exists() -> None:
     q, k, _ = draw(1, 1024, 256, 2, 2, 4)
     tile = q[:, : attention.TILE]
     assert attention._space(q, k) == attention._space(tile, k) == 2 * attention.TILE * 256
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_gradients_of_a_split_array_are_pieces_of_one(groups: int) -> None:
+    """Equal to those of three arrays, and `split` returns the whole without a copy."""
+    fused = np.random.default_rng(0).standard_normal((2, 9, 4 + 2 * groups, 8))
+    whole = Tensor(fused, requires_grad=True)
+    apart = [Tensor(x.copy(), requires_grad=True) for x in np.split(fused, [4, 4 + groups], 2)]
+    F.attention(*F.split(whole, (4, groups, groups), dim=2)).backward(np.ones((2, 9, 4, 8)))
+    F.attention(*apart).backward(np.ones((2, 9, 4, 8)))
+    expected = np.concatenate([x.grad for x in apart if x.grad is not None], 2)
+    assert whole.grad is not None
+    np.testing.assert_array_equal(whole.grad, expected)
