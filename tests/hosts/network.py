@@ -115,6 +115,8 @@ def why_not() -> str:
             call(str(hosts.script), NAMES[1], "true")
     except subprocess.CalledProcessError as error:
         return f"{shlex.join(error.cmd)}: {error.stderr.strip()}"
+    except TimeoutError as error:
+        return str(error)
     return ""
 
 
