@@ -39,6 +39,7 @@ from .parallel.fsdp import FsdpConfig as FsdpConfig
 from .parallel.fsdp import LossScaler as LossScaler
 from .parallel.experts.moe import MoE as MoE
 from .parallel.experts.moe import balance_loss as balance_loss
+from .parallel.experts.moe import expert_parameters as expert_parameters
 from .parallel.loss import token_mean as token_mean
 from .parallel.loss import token_share as token_share
 from .parallel.mesh import Mesh as Mesh

@@ -102,8 +102,13 @@ def test_hybrid(comm: Communicator, layout: str) -> None:
             case.check(positions, out, inputs, **EXACT)
 
 
-def test_uneven_sequences_in_every_layout(comm: Communicator) -> None:
+def test_uneven_sequences_in_every_layout(world: MPI.Intracomm) -> None:
     case = dense(1003, 7, 7, True, dim=4)
+    with Communicator(world) as comm, Tape():
+        check_every_layout(comm, case)
+
+
+def check_every_layout(comm: Communicator, case: Case) -> None:
     for layout, degrees in (
         ("contiguous", (1, comm.size)),
         ("zigzag", (1, comm.size)),

@@ -13,7 +13,9 @@ from mpipar.autograd import functional as F
 from mpipar.errors import BufferMismatchError, ConfigError, MismatchError
 from mpipar.parallel.clip import clip_grad_norm
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.experts.moe import MoE, balance_loss
+from mpipar.parallel.data import sum_gradients
+from mpipar.parallel.data_parallel import DataParallel
+from mpipar.parallel.experts.moe import MoE, balance_loss, expert_parameters
 from mpipar.parallel.mesh import Mesh
 
 DIM, HIDDEN = 6, 10
@@ -219,13 +221,35 @@ def test_with_data_and_tensor_parallel(world: MPI.Intracomm, alone: Communicator
             np.testing.assert_allclose(out.data, y.data[cut], **EXACT)
             ((out * grad[cut]).sum() + moe.balance_loss).backward()
             assert moe.dropped == whole.dropped > 0
+            spread = {id(param) for param in expert_parameters(moe)}
             for (name, own), full in zip(moe.named_parameters(), whole.parameters(), strict=True):
-                where = mesh.group("edp") if "ep" in own.spec.placements else data
+                where = mesh.group("edp") if id(own) in spread else data
                 own.grad = where.all_reduce(own.grad)
                 expected = own.spec.take(full.grad)
                 np.testing.assert_allclose(own.grad, expected, **EXACT, err_msg=name)
             norm = clip_grad_norm(moe.parameters(), None, mesh)
             np.testing.assert_allclose(norm, clip_grad_norm(whole.parameters(), None), rtol=1e-12)
+
+
+def test_data_parallel_leaves_spread_experts_alone(
+    world: MPI.Intracomm, alone: Communicator
+) -> None:
+    everyone = tokens(3 * world.size)
+    whole = make(alone, 4, 2)
+    with Tape():
+        (whole(Tensor(everyone)).sum() + whole.balance_loss).backward()
+    for ep in {1, world.size, 2 - world.size % 2}:
+        with Mesh(world, ep=ep) as mesh, Tape():
+            moe = make(mesh.ep, 4, 2, over=mesh.dp)
+            with DataParallel(moe, mesh.dp, op="sum") as replica:
+                y = replica(Tensor(everyone[3 * mesh.dp.rank :][:3]))
+                (y.sum() + moe.balance_loss).backward()
+                spread = expert_parameters(moe)
+                assert len(spread) == (2 if ep > 1 else 0)
+                sum_gradients(spread, mesh.group("edp"))
+                for own, full in zip(moe.parameters(), whole.parameters(), strict=True):
+                    np.testing.assert_array_equal(own.data, own.spec.take(full.data))
+                    np.testing.assert_allclose(own.grad, own.spec.take(full.grad), **EXACT)
 
 
 # ---- bad input

@@ -41,6 +41,7 @@ from mpipar.parallel.context.layout import (
     positions_of,
     ranges_of,
     require_layout,
+    ulysses_degree,
 )
 from mpipar.parallel.context.ring import Ring, RingAttention
 from mpipar.parallel.context.ulysses import ToHeads, ToTokens, Trade, heads_of
@@ -132,9 +133,9 @@ def attention_over(
     """Return the causal attention(q, k, v) of a model whose sequences are spread over mesh.cp.
 
     layout: as for `context_positions`, which say where this rank's tokens lie.  "contiguous" and
-    "zigzag" are rings, "ulysses" trades heads, "hybrid" does both, with `ulysses` neighbours; None
-    is the divisor of mesh.cp.size next to its square root, not above it.  The degrees of the others
-    are given by their names.  With one rank on mesh.cp it is the dense attention.
+    "zigzag" are rings, "ulysses" trades heads, "hybrid" does both, with `ulysses` neighbours (None:
+    `layout.ulysses_degree`); the degrees of the others are given by their names.  With one rank on
+    mesh.cp it is the dense attention.
 
     Raises ConfigError for an unknown layout or a degree that does not divide mesh.cp.size.
     """
@@ -143,7 +144,7 @@ def attention_over(
     if layout != "hybrid":
         ulysses = size if layout == "ulysses" else 1
     elif ulysses is None:
-        ulysses = max(d for d in range(1, size + 1) if size % d == 0 and d * d <= size)
+        ulysses = ulysses_degree(size)
     _degrees(size, ulysses, None)
     order = "zigzag" if layout in ("zigzag", "hybrid") else "contiguous"
 

@@ -42,6 +42,14 @@ def context_positions(n: int, size: int, rank: int, layout: str = "zigzag") -> n
     return positions_of(ranges_of(n, size, rank, layout))
 
 
+def ulysses_degree(size: int) -> int:
+    """Return how many neighbours the layout "hybrid" takes of `size` ranks, if it is not told.
+
+    The divisor of size next to its square root, not above it.
+    """
+    return max(d for d in range(1, size + 1) if size % d == 0 and d * d <= size)
+
+
 def require_layout(layout: object, known: Sequence[str] = LAYOUTS) -> None:
     """Raise ConfigError for an unknown layout."""
     if layout not in known:

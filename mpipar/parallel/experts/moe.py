@@ -18,8 +18,11 @@ evenly; an all_gather and an all_reduce of E numbers.
 Whose gradients are summed over which ranks of a mesh:
 
     experts   sharded over "ep" in their specs: a rank of mesh.ep gets the tokens of all ranks of
-              mesh.ep, so theirs are summed over mesh.group("edp") only
+              mesh.ep, so theirs are summed over mesh.group("edp") only: DataParallel leaves them
+              alone, `sum_gradients(expert_parameters(model), mesh.group("edp"))` adds them
     router    replicated: a term of the sum over dp and cp, as of any other replicated parameter
+
+With an ep of 1 experts are replicated like any other parameter.
 """
 
 from math import ceil
@@ -121,7 +124,7 @@ class MoE(Module):
         def make(part: str, shape: tuple[int, ...], cut: int, joined: int, std: Any) -> Parameter:
             """Draw a weight [..., out, in]; its dimension `cut` is H, `joined` times."""
             spec = Spec.replicated(join(name, part), shape)
-            if len(shape) == 3:
+            if len(shape) == 3 and comm.size > 1:
                 spec = spec.shard(AXIS, 0, comm.rank, comm.size)
             if tp is not None and joined:
                 spec = spec.shard("tp", cut, tp.rank, tp.size, (shape[cut] // joined,) * joined)
@@ -240,6 +243,11 @@ def balance_loss(module: Module) -> Any:
     """
     layers = [one for one in module.modules() if isinstance(one, MoE)]
     return sum((one.balance_loss for one in layers if one.balance_loss is not None), 0.0)
+
+
+def expert_parameters(module: Module) -> list[Parameter]:
+    """Return the parameters of experts that are spread over a group: "ep" is in their specs."""
+    return [param for param in module.parameters() if AXIS in param.spec.placements]
 
 
 def _widened(logits: Tensor) -> Tensor:
