@@ -36,6 +36,8 @@ class TrainConfig:
     too (ZeRO's stages)."""
     sequence_parallel: bool = False
     """Cut norms, dropout and the residual stream over the tensor-parallel ranks as well."""
+    overlap: bool = False
+    """Let what travels between tensor-parallel ranks do so beside their matrix products."""
     cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] = "zigzag"
     """How a sequence lies on the context-parallel ranks, and what travels: keys and values round a
     ring (contiguous, zigzag), heads (ulysses), or both (hybrid)."""

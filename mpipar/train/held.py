@@ -62,7 +62,7 @@ class Held:
         self.config, self.fsdp = config.model_config(), config.fsdp
         self.data: Communicator = mesh.group("dp", "cp")
         self.attention = Attention(attention_over(mesh, config.cp_layout))
-        how: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
+        how = {"sequence_parallel": config.sequence_parallel, "overlap": config.overlap}
         self.make = factories(mesh, attention=self.attention, **how)
 
     def wrapped(self, module: Any) -> DataParallel | FSDP:
@@ -97,15 +97,14 @@ class Held:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Attend without the other ranks of mesh.cp."""
-        self.place(None)
         self.attention.alone = True
         try:
             yield
         finally:
             self.attention.alone = False
 
-    def place(self, positions: np.ndarray | None) -> None:
-        """Tell the modules where the tokens lie in the sequence; None: all of it."""
+    def place(self, positions: np.ndarray) -> None:
+        """Tell the modules where the tokens lie in the sequence."""
         for part in self.parts:
             part.positions = positions
 
@@ -157,6 +156,7 @@ class Whole(Held):
 
     def __call__(self, tokens: np.ndarray) -> Tensor:
         """Run forward."""
+        self.place(np.arange(tokens.shape[1]))
         logits: Tensor = self.replica(tokens)
         return logits
 
@@ -211,6 +211,7 @@ class Staged(Held):
 
     def __call__(self, tokens: np.ndarray) -> Tensor:
         """Run the forward passes, with the same sequence in every micro-batch."""
+        self.place(np.arange(tokens.shape[1]))
         comm = self.pipeline.comm
         out = self.pipeline.forward(np.repeat(tokens, self.microbatches, axis=0))
         last = self.pipeline.schedule.placement[-1]

@@ -125,9 +125,9 @@ def _tensor(config: "TrainConfig", dp: int) -> Iterator[Rule]:
         rule = f"it is cut over the tensor ranks, so it is a multiple of tp={tp}"
         fix = f"Pass --{flag(name)} {nearest(value, tp)}, or another --tp"
         yield name, value % tp == 0, rule, fix
-    rule = "it cuts over the tensor ranks what tp=1 leaves whole"
-    good = not config.sequence_parallel or tp > 1
-    yield "sequence_parallel", good, rule, "Leave it out, or pass --tp 2"
+    for name in ("sequence_parallel", "overlap"):
+        good = not getattr(config, name) or tp > 1
+        yield name, good, "it is for tensor-parallel ranks", "Leave it out, or pass --tp 2"
 
 
 def _context(config: "TrainConfig", dp: int) -> Iterator[Rule]:

@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule": SCHEDULES,
     "microbatches": (1, 3, 4, 8),
     "sequence_parallel": (False, True),
+    "overlap": (False, True),
     "fsdp": ("none", "1", "2", "3"),
 }
 ONLY_WITH = {  # settings that mean nothing unless an axis of the mesh is longer than 1
@@ -39,6 +40,7 @@ ONLY_WITH = {  # settings that mean nothing unless an axis of the mesh is longer
     "schedule": "pp",
     "microbatches": "pp",
     "sequence_parallel": "tp",
+    "overlap": "tp",
 }
 
 
@@ -102,7 +104,7 @@ def run(world: MPI.Intracomm, chosen: list[Case], text: str) -> None:
     """Train every case, and one process for each kind of model; compare."""
     alone: dict[TrainConfig, list[Row]] = {}
     neutral = {"pp": 1, "cp": 1, "tp": 1, "sequence_parallel": False, "fsdp": "none"}
-    neutral |= {"schedule": "1f1b", "microbatches": None, "cp_layout": "zigzag"}
+    neutral |= {"overlap": False, "schedule": "1f1b", "microbatches": None, "cp_layout": "zigzag"}
     for case in chosen:
         config = replace(configured(case), data=text)
         single = replace(config, **neutral)
