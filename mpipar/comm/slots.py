@@ -78,9 +78,15 @@ class Slots:
         return repr([(s.param.data.shape, s.param.data.dtype.name) for s in self.all])
 
     def share(self, group: Any, wanted: bool | None) -> None:
-        """Collective: get shared memory for all gradients, if that is wanted and there is some."""
+        """Collective: get shared memory for all gradients, if that is wanted and there is some.
+
+        Raises ConfigError on all ranks if `wanted` is True and there is none.
+        """
         items = self._items()
         if any(item.device != "cpu" for item in items):
+            if wanted:
+                rule = "ranks share host memory, and some of these parameters are on a GPU"
+                raise ConfigError(explain("shared", True, rule, "Pass None or False"))
             return
         self.memory = reserve(group, sum(whole_lines(item.nbytes) for item in items), wanted)
         if self.memory is not None:
