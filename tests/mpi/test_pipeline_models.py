@@ -53,10 +53,17 @@ def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
-def run(mesh: Mesh, made: ModelConfig, schedule: str, m: int, wrap: Callable[..., Any]) -> None:
+def run(
+    mesh: Mesh,
+    made: ModelConfig,
+    schedule: str,
+    m: int,
+    wrap: Callable[..., Any],
+    sequence: bool = False,
+) -> None:
     """Take a step on a mesh of pp, dp and tp; compare everything with one process."""
     chunks = 2 if schedule in ("interleaved", "zbv") else 1
-    make = stages(made, mesh.pp.size * chunks, **factories(mesh))
+    make = stages(made, mesh.pp.size * chunks, **factories(mesh, sequence_parallel=sequence))
     tokens, targets = batch()
     count = int((targets != -100).sum())
     mine = partition.block(ROWS, mesh.dp.size, mesh.dp.rank)
@@ -104,6 +111,17 @@ def test_meshes(world: MPI.Intracomm, schedule: str) -> None:
 
 def _same(module: Any) -> Any:
     return module
+
+
+def test_parts_of_the_sequence_between_stages(world: MPI.Intracomm) -> None:
+    """The ranks of a tensor group hold 3 and 3, or 2, 2, 1, 1 of 6 tokens."""
+    for shape in ({"pp": 1, "tp": world.size}, {"pp": 2, "tp": world.size // 2}):
+        if world.size % shape["pp"] or shape["tp"] not in (1, 2, 4):
+            continue
+        with Mesh(world, timeout=60.0, **shape) as mesh:
+            for model, schedule in (("gpt2", "1f1b"), ("llama", "zb1p")):
+                made = config(model=model, layers=2, heads=4, tied=False)
+                run(mesh, made, schedule, 3, _same, sequence=True)
 
 
 def test_tied_gradients_add_up_over_steps(world: MPI.Intracomm) -> None:
