@@ -34,12 +34,12 @@ from .parallel.context.attend import ulysses_attention as ulysses_attention
 from .parallel.context.layout import context_positions as context_positions
 from .parallel.data import sum_gradients as sum_gradients
 from .parallel.data_parallel import DataParallel as DataParallel
-from .parallel.fsdp import FSDP as FSDP
-from .parallel.fsdp import FsdpConfig as FsdpConfig
-from .parallel.fsdp import LossScaler as LossScaler
 from .parallel.experts.moe import MoE as MoE
 from .parallel.experts.moe import balance_loss as balance_loss
 from .parallel.experts.moe import expert_parameters as expert_parameters
+from .parallel.fsdp import FSDP as FSDP
+from .parallel.fsdp import FsdpConfig as FsdpConfig
+from .parallel.fsdp import LossScaler as LossScaler
 from .parallel.loss import token_mean as token_mean
 from .parallel.loss import token_share as token_share
 from .parallel.mesh import Mesh as Mesh

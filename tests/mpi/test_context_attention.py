@@ -206,6 +206,16 @@ def test_the_ring_holds_two_blocks_and_no_matrix(world: MPI.Intracomm) -> None:
         assert peak < heads * length * length  # bytes: a quarter of the scores of one block
 
 
+def test_checked_and_reproducible_communicators(world: MPI.Intracomm) -> None:
+    case = dense(21, 8, 2, True)
+    with Communicator(world, check=True, reproducible=True) as comm, Tape():
+        for degree in divisors(comm.size):
+            positions = context_positions(21, comm.size, comm.rank, "zigzag")
+            inputs = case.cut(positions)
+            out = context_attention(*inputs, comm, degree, layout="zigzag")
+            case.check(positions, out, inputs, **EXACT)
+
+
 def test_groups_are_made_once_and_go_with_the_communicator(world: MPI.Intracomm) -> None:
     with Communicator(world) as comm, Tape():
         case = dense(16, 8, 8, True)
@@ -254,4 +264,6 @@ def test_bad_input_is_an_error_on_every_rank(comm: Communicator) -> None:
         with pytest.raises(kind, match=text):
             call()
     assert comm.calls["shift"] + comm.calls["all_to_all"] == 0
+    with pytest.raises(ConfigError, match="mesh_or_comm"):
+        context_attention(q, q, q, MPI.COMM_WORLD)  # type: ignore[arg-type]
     ring_attention(q, q, q, comm)  # the communicator goes on

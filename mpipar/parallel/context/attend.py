@@ -106,6 +106,9 @@ def context_attention(
     Shapes, result and errors as for `ring_attention`; at least `ulysses` heads are needed.
     """
     comm = mesh_or_comm.cp if isinstance(mesh_or_comm, Mesh) else mesh_or_comm
+    if not isinstance(comm, Communicator):
+        rule = "it must be a Mesh or a Communicator"
+        raise ConfigError(explain("mesh_or_comm", type(comm).__name__, rule, "Pass mesh.cp"))
     plan = _arrange(q, k, v, comm, ulysses, ring, causal, layout)
     if comm.size == 1:
         return functional.attention(q, k, v, causal=causal)
