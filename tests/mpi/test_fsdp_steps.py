@@ -27,7 +27,7 @@ def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
 def config(strategy: str, comm: mp.Communicator, **more: Any) -> mp.FsdpConfig:
     """Return settings; HYBRID_SHARD cuts over two ranks where there is an even number."""
     size = (2 if comm.size % 2 == 0 else 1) if strategy == "HYBRID_SHARD" else None
-    how = {"min_param_size": 20, "bucket_mb": 0.004, **more}
+    how = {"min_param_size": 20, **more}
     return mp.FsdpConfig(sharding_strategy=strategy, shard_size=size, **how)
 
 
@@ -122,25 +122,32 @@ def assert_equal(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> N
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_are_those_of_one_process(comm: mp.Communicator, strategy: str) -> None:
-    for accumulate, how in ((1, "last"), (3, "each"), (3, "last"), (2, "by hand")):
-        for flatten in (True, False):
-            net = mp.FSDP(Net(), comm, config(strategy, comm, flatten_parameters=flatten), op="sum")
-            sharded(net, comm, accumulate, how)
-            got = net.full_state_dict()
-            assert_equal(got, dense(accumulate, None))
-            assert dict(net.named_parameters())["never"].grad is None
-            net.destroy()
-            assert_equal(net.module.state_dict(), got)
+    small = 512 / 2**20  # MB: the size of net.bucket
+    cases: tuple[tuple[int, str, dict[str, Any]], ...] = (
+        (1, "last", {"bucket_mb": small}),
+        (3, "each", {"flatten_parameters": False}),
+        (3, "last", {}),
+        (3, "by hand", {"bucket_mb": 4 * small}),
+    )
+    for accumulate, how, more in cases:
+        net = mp.FSDP(Net(), comm, config(strategy, comm, **more), op="sum")
+        sharded(net, comm, accumulate, how)
+        got = net.full_state_dict()
+        assert_equal(got, dense(accumulate, None))
+        assert dict(net.named_parameters())["never"].grad is None
+        net.destroy()
+        assert_equal(net.module.state_dict(), got)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_norm_is_that_of_the_whole_gradient(world: MPI.Intracomm, strategy: str) -> None:
     wanted = dense(2, 0.5)
-    with mp.Mesh(world) as mesh:
+    with mp.Mesh(world, cp=2 if world.size % 2 == 0 else 1) as mesh:
+        both = mesh.group("dp", "cp")
         for flatten in (True, False):
-            how = config(strategy, mesh.dp, flatten_parameters=flatten, min_param_size=0)
-            with mp.FSDP(Net(), mesh.dp, how, op="sum") as net:
-                sharded(net, mesh.dp, 2, "last", mesh)
+            how = config(strategy, both, flatten_parameters=flatten, min_param_size=0)
+            with mp.FSDP(Net(), both, how, op="sum") as net:
+                sharded(net, both, 2, "last", mesh)
                 assert_equal(net.full_state_dict(), wanted)
 
 
@@ -150,8 +157,14 @@ def language_model(model: str) -> Any:
     return mp.models.build(ModelConfig(model=model, kv_heads=kv, dtype="float64", **sizes))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_language_models(comm: mp.Communicator, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "strategies"),
+    [
+        ("gpt2", ("FULL_SHARD", "SHARD_OPTIMIZER", "HYBRID_SHARD")),
+        ("llama", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
+    ],
+)
+def test_language_models(comm: mp.Communicator, model: str, strategies: tuple[str, ...]) -> None:
     tokens = np.random.default_rng(5).integers(0, 37, (STEPS, ROWS, 9))
 
     def steps(net: Any, rows: slice) -> None:
@@ -165,7 +178,7 @@ def test_language_models(comm: mp.Communicator, model: str) -> None:
 
     whole = language_model(model)
     steps(whole, slice(0, ROWS))
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         net = mp.FSDP(language_model(model), comm, config(strategy, comm), op="sum")
         steps(net, block(ROWS, comm.size, comm.rank))
         assert_equal(net.full_state_dict(), whole.state_dict())

@@ -40,7 +40,8 @@ class FsdpConfig:
     reduce_dtype: in which gradients travel; None: the one that they are computed in.  16-bit sums
     are taken in float32 and rounded once.
     flatten_parameters: cut the parameters of a unit as one array; else each by its first dimension.
-    bucket_mb: at most so much of a unit, in 2^20 bytes, travels as one message.
+    bucket_mb: at most so much, in 2^20 bytes, travels as one message, and at most so much of the
+    gradients (or one message) is on its way at a time.
 
     Raises ConfigError for a value that cannot work.
     """

@@ -21,6 +21,7 @@ import numpy as np
 from mpipar.arrays import Array
 from mpipar.autograd import add_pump
 from mpipar.comm import waiting
+from mpipar.comm.buckets import MEGABYTE
 from mpipar.parallel.fsdp.gradients import Gradients, Pool
 from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.unit import Unit
@@ -50,6 +51,7 @@ class Reducer:
 
     base, units: those that the whole model uses, and those that are used one after the other.
     wire: the dtype that gradients travel in, if it is not the one that they are computed in.
+    bucket_mb: at most so much is on its way, or one segment.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Reducer:
         op: str,
         keeps: bool,
         wire: np.dtype | None,
+        bucket_mb: float,
     ) -> None:
+        self._capacity = bucket_mb * MEGABYTE
         self._links, self._op, self._wire = links, op, wire
         self.pool = Pool()
         self.grads = [Gradients(unit, keeps) for unit in (*units[::-1], *base[::-1])]
@@ -90,18 +94,19 @@ class Reducer:
         grads = self._of[id(unit)]
         if grads.expected:
             return
-        grads.expected = True
         if self._pump is None:
             self._pump = add_pump(self._advance)
         self._open(grads)
         for which, segment in enumerate(unit.layout.segments):
             members = [unit.params[number] for number in segment.members]
             grads.missing[which] = sum(param.requires_grad for param in members)
+        grads.expected = True  # from here on it may be launched
 
     def _open(self, grads: Gradients) -> None:
         full = grads.whole is None and not grads.keeps and self.pool.taken >= self._limit
         while full and not self.pool.free and self._flights:
             self._land(self._flights[0])
+            self._launch_complete()
         grads.open(self.pool)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
@@ -115,13 +120,22 @@ class Reducer:
         """Advance what is in flight, and start what may start."""
         waiting.progress()
         self._fly()
-        if self.quiet:
-            return
-        while self._next < len(self._queue):
+        self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Start the segments whose turn it is, as many as may be on their way."""
+        while self._next < len(self._queue) and not self.quiet:
             grads, which = self._queue[self._next]
-            if not grads.expected or grads.missing[which]:
+            if not grads.expected or grads.missing[which] or self._is_crowded(grads, which):
                 return
             self._launch(grads, which)
+
+    def _is_crowded(self, grads: Gradients, which: int) -> bool:
+        """Whether a segment must wait: what is on its way needs memory to be received in."""
+        if not self._flights:
+            return False
+        mine = sum(grads.unit.layout.segments[which].sizes) * grads.unit.narrow.itemsize
+        return mine + sum(flight.sent.nbytes for flight in self._flights) > self._capacity
 
     def _fly(self) -> None:
         """Take every flight as far as it has come; blocks are added up in the order of launches."""
@@ -197,6 +211,8 @@ class Reducer:
             grads, which = self._queue[self._next]
             if not grads.pending:
                 self._open(grads)
+            while self._is_crowded(grads, which):
+                self._land(self._flights[0])
             self._launch(grads, which)
         used = np.array([used for grads in self.grads for used in grads.used], np.uint8)
         link = self._links.all

@@ -93,8 +93,9 @@ class FSDP:
         self._own = [unit for unit in own if unit is not None]
         self._units = [*self._base, *self._own]
         self._gatherer = Gatherer(self._base, self._own, links.gather, config.frees_parameters)
-        wire = None if config.reduce_dtype is None or comm.size == 1 else config.reduce_dtype
-        how = (links, op, config.keeps_gradients, None if wire is None else dtype_of(wire))
+        wire: Any = None if config.reduce_dtype is None or comm.size == 1 else config.reduce_dtype
+        wire = None if wire is None else dtype_of(wire)
+        how = (links, op, config.keeps_gradients, wire, config.bucket_mb)
         self._reducer = Reducer(self._base, self._own, *how)
         self._shards = self._by_name()
         self._expected = False  # whether the backward that runs is one of this module
