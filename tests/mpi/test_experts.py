@@ -11,11 +11,13 @@ from mpipar import partition
 from mpipar.autograd import Tape, Tensor, no_grad, recompute
 from mpipar.autograd import functional as F
 from mpipar.errors import BufferMismatchError, ConfigError, MismatchError
+from mpipar.models import ModelConfig, build
 from mpipar.parallel.clip import clip_grad_norm
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.data import sum_gradients
 from mpipar.parallel.data_parallel import DataParallel
 from mpipar.parallel.experts.moe import MoE, balance_loss, expert_parameters
+from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
 
 DIM, HIDDEN = 6, 10
@@ -250,6 +252,41 @@ def test_data_parallel_leaves_spread_experts_alone(
                 for own, full in zip(moe.parameters(), whole.parameters(), strict=True):
                     np.testing.assert_array_equal(own.data, own.spec.take(full.data))
                     np.testing.assert_allclose(own.grad, own.spec.take(full.grad), **EXACT)
+
+
+def test_a_model_with_experts(world: MPI.Intracomm, alone: Communicator) -> None:
+    """A step of a whole model, the MLP of each block a mixture: as on one rank with all tokens."""
+    config = ModelConfig(
+        model="llama", vocab=19, layers=2, dim=DIM, heads=1, seq=5, seed=3, dtype="float64"
+    )
+    batch, targets = np.random.default_rng(4).integers(0, 19, (2, 2 * world.size + 1, 5))
+
+    def loss_of(model: Any, over: Communicator, group: Communicator) -> Any:
+        for number, block in enumerate(model.blocks):
+            name = f"blocks.{number}.mlp"
+            block.mlp = make(group, 4, 2, over=over, name=name, capacity_factor=0.8)
+        rows = partition.block(len(batch), over.size, over.rank)
+        mean = token_mean(*model.loss(batch[rows], targets[rows]), over)
+        return mean + balance_loss(model) * 0.01
+
+    whole = build(config)
+    with Tape():
+        expected = loss_of(whole, alone, alone)
+        expected.backward()
+    for ep in {world.size, 2 - world.size % 2}:
+        with Mesh(world, ep=ep) as mesh, Tape():
+            model = build(config)
+            loss = loss_of(model, mesh.dp, mesh.ep)
+            loss.backward()
+            np.testing.assert_allclose(loss.item(), expected.item(), rtol=1e-11)
+            assert model.blocks[0].mlp.dropped == whole.blocks[0].mlp.dropped > 0
+            spread = expert_parameters(model)
+            kept = {id(param) for param in spread}
+            sum_gradients(spread, mesh.group("edp"))
+            sum_gradients([p for p in model.parameters() if id(p) not in kept], mesh.dp)
+            for own, full in zip(model.parameters(), whole.parameters(), strict=True):
+                expected_grad = own.spec.take(full.grad)
+                np.testing.assert_allclose(own.grad, expected_grad, **EXACT, err_msg=own.spec.name)
 
 
 # ---- bad input
