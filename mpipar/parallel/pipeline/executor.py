@@ -52,6 +52,11 @@ class Executor:
         self._tied, self._on_stage_done = tied, on_stage_done
         self._last = "W" if schedule.split else "B"  # the kind that completes gradients
         self._messages = Messages(comm)
+        for (
+            stage
+        ) in stages.values():  # FSDP: gradients that are split, or summed with others' first
+            late = schedule.split or tied.holds(stage.leaves)
+            stage.waits = late and hasattr(stage.module, "sync_gradients")
         self.recorder = Recorder()
         self.peak_live = 0
 
@@ -89,9 +94,11 @@ class Executor:
             self._messages.finish()
             if trains:
                 self._tied.sum()
+                for stage in self._stages.values():
+                    stage.sync()
 
     def _done(self, stage: int) -> None:
-        """Tell that the gradients of a stage are complete."""
+        """Tell that the backward passes of a stage have ended."""
         if self._on_stage_done is not None:
             self._on_stage_done(stage)
 

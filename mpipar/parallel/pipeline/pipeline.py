@@ -25,7 +25,7 @@ from mpipar.parallel.pipeline.agreement import exchange
 from mpipar.parallel.pipeline.arrange import Stages, arrange, build
 from mpipar.parallel.pipeline.batch import cut
 from mpipar.parallel.pipeline.executor import BACKWARD, FORWARD, Executor, Pass
-from mpipar.parallel.pipeline.stage import Loss, Stage
+from mpipar.parallel.pipeline.stage import Loss, Stage, leaves_of
 from mpipar.parallel.pipeline.tied import TiedGradients
 from mpipar.schedule.pipeline import Action, PipelineSchedule
 from mpipar.trace import Timeline
@@ -60,9 +60,10 @@ class Pipeline:
         schedule: gpipe, 1f1b, interleaved, zb1p, zbv, or the path of a CSV file.
         microbatches: parts of a batch.  chunks: stages on each rank, for interleaved; None: as many
         as the list has, or 2.
-        on_stage_done: called with the number of a stage of this rank when its gradients are
-        complete, once a step.  Stages that have `no_sync` (DataParallel) need none: they sync in
-        their last micro-batch's backward.
+        on_stage_done: called with the number of a stage of this rank when its last backward pass
+        has ended, once a step; tied gradients are summed later.  DataParallel and FSDP need none:
+        they sync in their last micro-batch's backward, FSDP at the end of the step if weight
+        gradients are put off or tied.
 
         Raises, on every rank, ConfigError for settings that cannot work, ScheduleError for a file
         whose schedule is wrong, MismatchError if the ranks pass different settings.
@@ -74,8 +75,9 @@ class Pipeline:
         self.microbatches = int(microbatches)
         self.stages = build(comm, stages, self.schedule.held(comm.rank))
         self.comm, self._link = comm, _link_of(comm)
-        self._tied = TiedGradients(self._link, self.parameters())
         own = {number: Stage(number, module) for number, module in self.stages.items()}
+        leaves = {id(p): p for module in self.stages.values() for p in leaves_of(module)}
+        self._tied = TiedGradients(self._link, list(leaves.values()))
         self._executor = Executor(self.schedule, self._link, own, self._tied, on_stage_done)
         self._open: Pass | None = None  # after forward, before backward
         self._broken: BaseException | None = None

@@ -44,7 +44,8 @@ class Stage:
         """Take stage `number` of the model."""
         self.number, self.module = number, module
         self.held: dict[int, Held] = {}
-        self._leaves = frozenset(module.parameters())
+        self.waits = False  # with the sync of gradients over data ranks, until the step ends
+        self.leaves = frozenset(leaves_of(module))
         self._quiet = ExitStack()
 
     def forward(self, k: int, inputs: tuple[Any, ...], loss: Loss | None) -> Tensor:
@@ -77,7 +78,7 @@ class Stage:
         grad = held.seed if grad is None else grad
         with ExitStack() as stack:
             if split:
-                held.delay = stack.enter_context(Delay(self._leaves))
+                held.delay = stack.enter_context(Delay(self.leaves))
             run([(held.root, grad)], held.tape, next(numbers))
         x, held.x, held.root = held.x, None, None
         if not split:
@@ -100,8 +101,15 @@ class Stage:
             self._quiet.enter_context(self.module.no_sync())
 
     def loud(self) -> None:
-        """Let the next backward sync gradients again."""
+        """Let the next backward sync gradients again, unless that has to wait."""
+        if not self.waits:
+            self._quiet.close()
+
+    def sync(self) -> None:
+        """Sync the gradients, where that had to wait."""
         self._quiet.close()
+        if self.waits:
+            self.module.sync_gradients()
 
     def forget(self) -> None:
         """Drop all micro-batches in flight."""
@@ -113,6 +121,11 @@ class Stage:
             rule = f"stage {self.number} must return one Tensor"
             raise ConfigError(explain("output", type(y).__name__, rule, "Join what it returns"))
         return y
+
+
+def leaves_of(module: Any) -> list[Any]:
+    """Return the parameters that the operations of a stage use: those below DataParallel, FSDP."""
+    return list(getattr(module, "module", module).parameters())
 
 
 def _checked_loss(loss: Any) -> Tensor:

@@ -9,6 +9,7 @@ values and get equal gradients, so they stay equal.  Each name costs one all_red
 the ranks that hold it.  Several on one rank are added there.
 """
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -50,6 +51,11 @@ class TiedGradients:
         self._tied = [(params, self._comms.get(holders[name])) for name, params in shared.items()]
         self._before: dict[int, Any] = {}
 
+    def holds(self, parameters: Iterable[Any]) -> bool:
+        """Say whether one of these is tied."""
+        own = {id(param) for params, _ in self._tied for param in params}
+        return any(id(param) in own for param in parameters)
+
     def fault(self) -> StateError | None:
         """Return what is wrong with the gradients that are there before a step."""
         for params, _ in self._tied:
@@ -73,7 +79,8 @@ class TiedGradients:
     def sum(self) -> None:
         """Collective: replace the gradients of a step by their sums over all that hold them."""
         for params, comm in self._tied:
-            total = module_of(params[0].data).zeros_like(params[0].data)
+            like = params[0]  # its data may be elsewhere at this time (FSDP)
+            total = module_of(like.data).zeros(like.spec.local_shape, like.data.dtype)
             for param in params:
                 if param.grad is not None:
                     total += param.grad
@@ -93,7 +100,7 @@ def _holders(comm: Communicator, named: dict[str, list[Any]]) -> dict[str, Ranks
     """Return for each name held here the ranks that hold it."""
     table = np.empty((len(named), 3), np.int64)  # hash of the name, rank, hash of shape and dtype
     for row, (name, params) in enumerate(sorted(named.items())):
-        looks = {(tuple(param.data.shape), param.data.dtype.name) for param in params}
+        looks = {(param.spec.local_shape, param.data.dtype.name) for param in params}
         keys = rng.key(0, name), rng.key(1, *sorted(looks))
         table[row] = np.array([keys[0], 0, keys[1]], np.uint64).view(np.int64)
     table[:, 1] = comm.rank
