@@ -36,14 +36,14 @@ def clip_grad_norm(
     Collective over the mesh, after gradients are summed over the data ranks.  The result is the
     norm BEFORE clipping, the same on every rank; squares are summed in float64.  The factor is
     max_norm / (norm + eps) where that is below 1.  max_norm=None only measures.  Gradients whose
-    norm is not finite are left as they are: look at the result.
+    norm is not finite are left as they are: look at the result.  One that all ranks of a node share
+    (DataParallel) cannot be written: `.grad` becomes a scaled copy, which `clip_factor` saves.
 
     mesh=None: for a model that every rank holds whole, and for one process.  No rank asks another:
     the norm is that of the gradients here, equal on all ranks if these are.
 
     Raises ConfigError for a negative max_norm, a parameter whose spec says Partial on some axis
-    (its gradient is not summed yet), and without a mesh for one of which this rank holds a part;
-    and for gradients that cannot be written, as all ranks of a node share them.
+    (its gradient is not summed yet), and without a mesh for one of which this rank holds a part.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         rule = "it must be a Mesh: a norm is joined over all of its axes"
@@ -52,23 +52,21 @@ def clip_grad_norm(
         rule = "it must be a number, and not negative, as no norm is"
         raise ConfigError(explain("max_norm", max_norm, rule, "Pass >= 0, or None to measure"))
     distinct = list({id(param): param for param in tensors_of(params)}.values())
-    if max_norm is not None:
-        _refuse_read_only(distinct)
     names, squares = squared_norms(distinct, mesh)
     norm = float(np.sqrt(_sum_once(names, squares, mesh)))
     factor = 1.0 if max_norm is None else clip_factor(norm, max_norm, eps)
     if factor < 1.0:
         for param in distinct:
             if param.grad is not None:
-                _scale(param.grad, factor)
+                param.grad = _scaled(param.grad, factor)
     return norm
 
 
 def clip_factor(norm: float, max_norm: float, eps: float = 1e-6) -> float:
     """Return what gradients of global norm `norm` are to be multiplied by, at most 1.
 
-    For `optimizer.step(grad_scale=)`, which clips without another pass over the gradients, and
-    where they cannot be written.  It is 1 for a norm that is not finite.
+    For `optimizer.step(grad_scale=)`, which clips without another pass over the gradients.  It is 1
+    for a norm that is not finite.
     """
     return min(1.0, max_norm / (norm + eps)) if np.isfinite(norm) else 1.0
 
@@ -128,24 +126,16 @@ def _sum_of_squares(grad: Array) -> float:
     return total
 
 
-def _scale(grad: Array, factor: float) -> None:
-    """Multiply in place; 16-bit numbers by the factor in float32, rounded once."""
+def _scaled(grad: Array, factor: float) -> Array:
+    """Return the gradient times a factor, in place if it may be written.
+
+    16-bit numbers are multiplied in float32 and rounded once.
+    """
+    out = grad if getattr(grad.flags, "writeable", True) else module_of(grad).empty_like(grad)
     if is_sixteen_bit(grad.dtype):
-        grad[...] = grad.astype(np.float32) * np.float32(factor)
-    else:
-        grad *= factor
-
-
-def _refuse_read_only(params: list[Any]) -> None:
-    """Raise ConfigError for gradients that lie once in a node: no rank may scale them."""
-    if all(p.grad is None or getattr(p.grad.flags, "writeable", True) for p in params):
-        return
-    rule = "these gradients lie once in a node, for all its ranks, and cannot be scaled in place"
-    fix = (
-        "Measure with max_norm=None and call optimizer.step(grad_scale=mp.clip_factor(norm, "
-        "max_norm)), which clips without another pass; or make it DataParallel(..., shared=False)"
-    )
-    raise ConfigError(explain("max_norm", "a norm to scale to", rule, fix))
+        out[...] = grad.astype(np.float32) * np.float32(factor)
+        return out
+    return module_of(grad).multiply(grad, factor, out=out)
 
 
 def _refuse_partial(spec: Any) -> None:

@@ -47,8 +47,9 @@ class DataParallel:
 
     What is in `.grad` of the parameters is reduced, so clear the gradients between steps.  After
     a step they are views of buckets, which the next backward writes again: copy what you keep.  On
-    one node they lie there once for all ranks (see `shared`) and cannot be written: to clip, pass
-    `clip_factor(norm, max_norm)` to `optimizer.step(grad_scale=)`.
+    one node they lie there once for all ranks (see `shared`) and cannot be written in place: clip
+    with `clip_grad_norm`, which makes copies, or pass `clip_factor(norm, max_norm)` to
+    `optimizer.step(grad_scale=)`, which needs none.
     Attributes are those of the module, and so are the names in `state_dict`.
     Experts that are spread over a group (see `MoE`) are left alone: each rank has others.
     """
