@@ -274,7 +274,8 @@ def _print_train(rows: list[Any]) -> None:
             number(row.rss_mb, ",.0f"),
             number(row.peer_rss_mb, ",.0f"),
         )
-    Console(width=terminal.width() or 110).print(table)
+    columns = terminal.width()  # Open MPI's ranks write to a terminal of their own
+    Console(force_terminal=columns is not None, width=columns or 110).print(table)
 
 
 def _pipeline(config: Pipeline, world: Any) -> None:
