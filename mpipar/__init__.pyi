@@ -34,6 +34,7 @@ from .parallel.context.attend import ulysses_attention as ulysses_attention
 from .parallel.context.layout import context_positions as context_positions
 from .parallel.data import sum_gradients as sum_gradients
 from .parallel.data_parallel import DataParallel as DataParallel
+from .parallel.experts.block import ExpertBlock as ExpertBlock
 from .parallel.experts.moe import MoE as MoE
 from .parallel.experts.moe import balance_loss as balance_loss
 from .parallel.experts.moe import expert_parameters as expert_parameters

@@ -7,6 +7,7 @@ from mpipar.models.factories import (
     Attention,
     CrossEntropy,
     EmbeddingFactory,
+    ExpertsFactory,
     Factories,
     Length,
     LinearFactory,
@@ -29,9 +30,12 @@ def build(
     norm: NormFactory | None = None,
     shard: Shard | None = None,
     length: Length | None = None,
+    experts: ExpertsFactory | None = None,
+    recompute: bool = False,
 ) -> Transformer:
     """Return the model of a config; a factory that is None makes dense layers.
 
+    recompute: between forward and backward keep only the inputs of every block, and run it again.
     The initial weights depend on config.seed and the layers' global names alone.
     """
     given: dict[str, Any] = {
@@ -42,6 +46,8 @@ def build(
         "norm": norm,
         "shard": shard,
         "length": length,
+        "experts": experts,
+        "recompute": recompute,
     }
     make = Factories(**{name: make for name, make in given.items() if make is not None})
     return FAMILIES[config.model](config, make)

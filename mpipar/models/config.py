@@ -28,6 +28,9 @@ class ModelConfig:
     kv_heads: int = 0  # 0: as many as heads; fewer: grouped-query attention
     seq: int = 256
     hidden: int = 0
+    experts: int = 0  # 0: one MLP in a block; else this many, of `hidden` each
+    top_k: int = 2  # experts that a token uses
+    shared: int = 0  # width of one more expert, which every token uses
     dropout: float = 0.0
     tied: bool | None = None  # output layer = token embedding; None: True for gpt2
     seed: int = 0
@@ -40,7 +43,7 @@ class ModelConfig:
         _choice("dtype", self.dtype, DTYPES)
         for name in ("vocab", "layers", "dim", "heads", "seq"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("kv_heads", "hidden"):
+        for name in ("kv_heads", "hidden", "experts", "shared"):
             _at_least(name, getattr(self, name), 0)
         derived = {
             "kv_heads": self.kv_heads or self.heads,
@@ -50,6 +53,7 @@ class ModelConfig:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         self._check_heads()
+        self._check_experts()
         if not isinstance(self.dropout, Real) or not 0.0 <= self.dropout < 1.0:
             rule = "it must be at least 0 and below 1"
             raise ConfigError(explain("dropout", self.dropout, rule, "Choose such a number"))
@@ -63,6 +67,22 @@ class ModelConfig:
     def residual_std(self) -> float:
         """The standard deviation of weights that write to the residual stream (GPT-2)."""
         return STD / (2 * self.layers) ** 0.5
+
+    @property
+    def activation(self) -> str:
+        """What is between the matrices of the feed-forward layer."""
+        return "gelu" if self.model == "gpt2" else "swiglu"
+
+    def _check_experts(self) -> None:
+        _at_least("top_k", self.top_k, 1)
+        if self.experts and self.top_k > self.experts:
+            rule = f"a token chooses among the {self.experts} experts, each at most once"
+            raise ConfigError(explain("top_k", self.top_k, rule, f"Pass {self.experts} or less"))
+        if self.shared and not self.experts:
+            rule = "there is a shared expert only beside others"
+            raise ConfigError(
+                explain("shared", self.shared, rule, "State experts, or leave it out")
+            )
 
     def _check_heads(self) -> None:
         if self.dim % self.heads:

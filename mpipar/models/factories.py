@@ -14,6 +14,7 @@ from the width it gets.
 What lies between a row layer and the next column layer may be a part of the sequence.  Then row
 layers and embeddings return that part, `norm` works on it, column layers and logits take it,
 `shard` cuts what belongs to it (the positions of its tokens), and `length` says how long all is.
+Experts take and return that part too.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
+from mpipar.errors import ConfigError, explain
 from mpipar.models.config import STD, ModelConfig
 from mpipar.nn.embedding import Embedding
 from mpipar.nn.linear import Linear
@@ -71,6 +73,30 @@ class Shard(Protocol):
         """Return the part of x, an array or a Tensor."""
 
 
+class ExpertsFactory(Protocol):
+    """Makes experts in the place of an MLP: (x (B, S, C), positions (S,) or (B, S)) -> (B, S, C).
+
+    Where x is a part of the sequence, so is the result; positions are those of the whole.
+    """
+
+    def __call__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        k: int,
+        *,
+        activation: str,
+        shared: int,
+        seed: int,
+        name: str,
+        std: float,
+        down_std: float,
+        dtype: str,
+    ) -> Module:
+        """Return the layer; sizes are global, hidden is that of each expert."""
+
+
 Length = Callable[[Tensor], int]  # (B, S or a part of it, C) -> S; collective
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal, all [B, S, local heads, D]
 CrossEntropy = Callable[..., Tensor]  # (logits, targets, reduction=), masks targets of -100
@@ -102,6 +128,13 @@ def dense_norm(kind: type[LayerNorm | RMSNorm], dim: int, *, name: str, dtype: s
     return kind(dim, name=name, dtype=dtype)
 
 
+def no_experts(*_: Any, **__: Any) -> Module:
+    """Raise ConfigError: experts are made by who knows which ranks hold them."""
+    rule = "a model with experts is told how they are made, and was not"
+    fix = "Pass experts=, one of mpipar.parallel.inject.factories(mesh)"
+    raise ConfigError(explain("experts", None, rule, fix))
+
+
 def whole(x: Any, dim: int = -1) -> Any:
     """Return x: the whole sequence lies between layers."""
     return x
@@ -123,6 +156,8 @@ class Factories:
     norm: NormFactory = dense_norm
     shard: Shard = whole
     length: Length = whole_length
+    experts: ExpertsFactory = no_experts
+    recompute: bool = False  # blocks keep their inputs only, and run again in backward
 
     def column(
         self,
@@ -141,6 +176,13 @@ class Factories:
         """Return a layer of (in, out) features that writes to the residual stream."""
         how = _settings(config, name, config.residual_std)
         return self.linear("row", *sizes, bias=bias, **how)
+
+    def mixture(self, config: ModelConfig, name: str) -> Module:
+        """Return experts, which read the residual stream and write to it."""
+        sizes = config.dim, config.hidden, config.experts, config.top_k
+        how: dict[str, Any] = {"activation": config.activation, "shared": config.shared}
+        how |= {"down_std": config.residual_std, **_settings(config, name, STD)}
+        return self.experts(*sizes, **how)
 
     def table(self, config: ModelConfig, name: str) -> Any:
         """Return an embedding of the vocabulary."""

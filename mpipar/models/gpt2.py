@@ -55,7 +55,7 @@ class GPT2(Transformer):
     def block(self, make: Factories, name: str) -> Block:
         """Build a block with biases and a GELU MLP."""
         attention = SelfAttention(self.config, f"{name}.attention", make, bias=True, rotary=False)
-        mlp = MLP(self.config, f"{name}.mlp", make)
+        mlp = None if self.config.experts else MLP(self.config, f"{name}.mlp", make)
         return Block(self.config, name, make, LayerNorm, attention, mlp)
 
     def lookup(self, tokens: Array, positions: Array) -> Tensor:

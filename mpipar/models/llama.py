@@ -47,5 +47,5 @@ class Llama(Transformer):
     def block(self, make: Factories, name: str) -> Block:
         """Build a block with rotary attention and a gated MLP."""
         attention = SelfAttention(self.config, f"{name}.attention", make, bias=False, rotary=True)
-        mlp = GatedMLP(self.config, f"{name}.mlp", make)
+        mlp = None if self.config.experts else GatedMLP(self.config, f"{name}.mlp", make)
         return Block(self.config, name, make, RMSNorm, attention, mlp)

@@ -63,7 +63,8 @@ def costs(config: ModelConfig) -> tuple[float, float]:
     shared = config.kv_heads * config.head_dim
     attention = config.dim * (2 * config.dim + 2 * shared) + config.seq * config.dim
     matrices = 2 if config.model == "gpt2" else 3
-    block = attention + matrices * config.dim * config.hidden
+    width = config.hidden * (config.top_k if config.experts else 1) + config.shared
+    block = attention + matrices * config.dim * width + config.experts * config.dim
     return float(block), float(config.vocab * config.dim)
 
 

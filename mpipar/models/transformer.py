@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array
-from mpipar.autograd import Tensor
+from mpipar.autograd import Tensor, recompute
 from mpipar.autograd.record import array
 from mpipar.errors import BufferMismatchError, explain
 from mpipar.models.config import ModelConfig
@@ -40,7 +40,10 @@ class Part:
 
 
 class Block(Module):
-    """Attention and feed-forward layer, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward layer, each behind a norm and added to the residual stream.
+
+    recompute: whether only its input is kept for backward, which runs the block again.
+    """
 
     def __init__(
         self,
@@ -49,15 +52,16 @@ class Block(Module):
         make: Factories,
         norm: type[Norm],
         attention: Module,
-        mlp: Module,
+        mlp: Module | None,
     ) -> None:
-        """Take the two halves, built under the global name `name`."""
-        self.shard = make.shard
+        """Take the two halves, built under the global name `name`; mlp None: experts."""
+        self.shard, self.recompute = make.shard, make.recompute
+        self.has_experts = mlp is None
         self.norm1 = make.norm(norm, config.dim, name=f"{name}.norm1", dtype=config.dtype)
         self.attention = attention
         self.dropout1 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout1")
         self.norm2 = make.norm(norm, config.dim, name=f"{name}.norm2", dtype=config.dtype)
-        self.mlp = mlp
+        self.mlp = make.mixture(config, f"{name}.mlp") if mlp is None else mlp
         self.dropout2 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout2")
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
@@ -65,9 +69,16 @@ class Block(Module):
 
         Where x is a part of the sequence, so is the result; positions are those of the whole.
         """
+        if self.recompute:
+            again: Tensor = recompute(self._halves, x, positions)
+            return again
+        return self._halves(x, positions)
+
+    def _halves(self, x: Tensor, positions: Array) -> Tensor:
         here = self.shard(positions)  # of the tokens in x
         x = x + self.dropout1(self.attention(self.norm1(x), positions), here)
-        return x + self.dropout2(self.mlp(self.norm2(x)), here)
+        inputs = (self.norm2(x), positions) if self.has_experts else (self.norm2(x),)
+        return x + self.dropout2(self.mlp(*inputs), here)
 
 
 class Transformer(Module):
@@ -159,19 +170,24 @@ class Transformer(Module):
         """Return the arithmetic of forward and backward for one token: 6 N + 6 L s d.
 
         N counts global parameters that multiply every token: position and token embeddings are
-        only looked up, except for a tied one, which is also the output layer.  Parts of a model
-        have their share.  A causal mask halves the attention: L layers * 2 products * s/2 keys *
-        2 d, three times (backward twice).
+        only looked up, except for a tied one, which is also the output layer.  Of experts those
+        count that a token uses, and parts of a model have their share.  A causal mask halves the
+        attention: L layers * 2 products * s/2 keys * 2 d, three times (backward twice).
         """
         looked_up = {"position_embedding.weight"}
         if not (self.config.tied and self.part.last):
             looked_up.add("token_embedding.weight")
         weights = sum(
-            prod(parameter.spec.shape)
+            prod(parameter.spec.shape) * _use(parameter.spec.shape, self.config)
             for parameter in self.parameters()
             if parameter.spec.name not in looked_up
         )
         return 6.0 * weights + 6.0 * len(self.blocks) * seq * self.config.dim
+
+
+def _use(shape: tuple[int, ...], config: ModelConfig) -> float:
+    """Return the share of a weight that a token meets; those of experts have three dimensions."""
+    return config.top_k / config.experts if len(shape) == 3 else 1.0
 
 
 def _checked(tokens: Any, positions: Any) -> tuple[Array, Array]:

@@ -7,6 +7,7 @@ role "row"      RowParallelLinear over mesh.tp       attention output; MLP down
 role "dense"    nn.Linear, replicated
 embedding       VocabParallelEmbedding, whose `logits` are spread over the vocabulary
 cross_entropy   vocab_parallel_cross_entropy of such logits
+experts         ExpertBlock over mesh.ep, of all tokens of mesh.dp and mesh.cp, cut over mesh.tp
 norm, shard, length   with sequence parallelism, for blocks of the sequence between the layers
 """
 
@@ -19,6 +20,7 @@ from mpipar.errors import ConfigError, explain
 from mpipar.nn.linear import Linear
 from mpipar.nn.module import Module
 from mpipar.nn.norm import LayerNorm, RMSNorm
+from mpipar.parallel.experts.block import ExpertBlock
 from mpipar.parallel.mesh import Mesh
 from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards
 from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -30,6 +32,7 @@ def factories(
     sequence_parallel: bool = False,
     overlap: bool = False,
     attention: Callable[..., Any] | None = None,
+    capacity_factor: float | None = None,
 ) -> dict[str, Callable[..., Any]]:
     """Return the arguments of `models.build` for a model that runs on the ranks of `mesh`.
 
@@ -38,6 +41,7 @@ def factories(
     overlap: collectives over mesh.tp travel beside the products before or after them.
     attention: (q, k, v) of this rank's heads -> the same shape; None is causal attention over the
     sequence that the model is given, without communication.
+    capacity_factor: that of MoE, while training.
 
     Raises ConfigError if a sequence is spread over mesh.cp and no attention is given that knows.
     """
@@ -76,11 +80,17 @@ def factories(
             logits, targets, mesh.tp, reduction=reduction, **settings
         )
 
+    def experts(*sizes: int, **settings: Any) -> Module:
+        settings |= {"over": mesh.group("dp", "cp"), "capacity_factor": capacity_factor}
+        settings |= {"tp": mesh.tp if mesh.tp.size > 1 else None, "sequence": shards}
+        return ExpertBlock(*sizes, mesh.ep, **settings)
+
     made: dict[str, Callable[..., Any]] = {
         "linear": linear,
         "embedding": embedding,
         "attention": attention or causal,
         "cross_entropy": cross_entropy,
+        "experts": experts,
     }
     return made if shards is None else {**made, **_between(shards)}
 

@@ -38,6 +38,8 @@ class TrainConfig:
     """Cut norms, dropout and the residual stream over the tensor-parallel ranks as well."""
     overlap: bool = False
     """Let what travels between tensor-parallel ranks do so beside their matrix products."""
+    ep: int = 1
+    """Ranks of dp x cp that the experts are spread over; on each such block of ranks lie all."""
     cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] = "zigzag"
     """How a sequence lies on the context-parallel ranks, and what travels: keys and values round a
     ring (contiguous, zigzag), heads (ulysses), or both (hybrid)."""
@@ -61,6 +63,12 @@ class TrainConfig:
     """Heads of keys and values (llama only); as many as heads if not given."""
     hidden: Count = None
     """Width of the feed-forward layer; 4 x dim (gpt2) or 8/3 x dim (llama) if not given."""
+    experts: int = 0
+    """Experts in each block: MLPs of width hidden, of which a token uses some; 0: one MLP."""
+    top_k: int = 2
+    """Experts that a token uses."""
+    shared: int = 0
+    """Width of one more expert, which every token uses; 0: none."""
     vocab: int = 256
     """Different tokens; text is read as bytes and needs 256."""
     seq: int = 128
@@ -95,6 +103,14 @@ class TrainConfig:
     clip: float = 1.0
     """Norm that gradients are clipped to; 0 for no clipping."""
 
+    balance: float = 0.01
+    """Of each block's balance loss (1 where experts are used evenly) in what is minimised. The loss
+    shown is the cross entropy alone. With accumulate or a pipeline it is that of each
+    micro-batch, weighed by its tokens, so that how a step is cut matters a little."""
+    capacity_factor: Number = None
+    """Most tokens of a micro-batch that an expert takes in training, over its even share of them;
+    later ones skip it. All are taken if not given."""
+
     eval_every: int = 100
     """Steps between two measurements of the validation loss; 0 for one at the end only."""
     eval_batches: int = 4
@@ -107,6 +123,9 @@ class TrainConfig:
     plot: File = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 
+    recompute: bool = False
+    """Keep only the inputs of each block for backward, and run the block again there: less memory,
+    a third more work."""
     reproducible: bool = False
     """Add in rank order: the same bits in every run."""
     check_collectives: bool = False
@@ -172,6 +191,9 @@ class TrainConfig:
             kv_heads=self.kv,
             seq=self.seq,
             hidden=self.ffn,
+            experts=self.experts,
+            top_k=self.top_k,
+            shared=self.shared,
             dropout=self.dropout,
             tied=self.tied,
             seed=self.seed,

@@ -26,6 +26,7 @@ import numpy as np
 
 from mpipar import partition, rng
 from mpipar.errors import ConfigError, explain
+from mpipar.models.transformer import IGNORE
 
 HELD_OUT = 0.1
 SAMPLE = 1 << 16  # bytes of each piece that the fingerprint reads
@@ -206,7 +207,10 @@ class Batches:
         ]
 
     def held_out(self, batches: int) -> list[Rows]:
-        """Return this rank's part of up to `batches` global batches of held-out sequences."""
+        """Return this rank's part of up to `batches` global batches of held-out sequences.
+
+        Every rank runs as many: one without sequences gets one that does not count.
+        """
         tokens = len(self.corpus.held_out) - 1
         count = min(batches * self.batch, tokens // self.seq)
         stride = (tokens - self.seq) // max(1, count - 1)  # at least seq: no two overlap
@@ -215,8 +219,11 @@ class Batches:
         for first in range(0, count, self.batch):
             whole = starts[first : first + self.batch]
             here = partition.block(len(whole), self.parts, self.part)
-            if here.start < here.stop:
-                mine.append(self._rows(self.corpus.held_out, whole[here], here.start))
+            none = here.start == here.stop
+            rows = self._rows(self.corpus.held_out, whole[:1] if none else whole[here], here.start)
+            if none:
+                rows.targets[...] = IGNORE
+            mine.append(rows)
         return mine
 
     def _rows(self, tokens: np.ndarray, starts: np.ndarray, first: int) -> Rows:

@@ -20,7 +20,10 @@ from mpipar.autograd import Tensor, functional, no_grad
 from mpipar.models.transformer import IGNORE
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.context.attend import attention_over
+from mpipar.parallel.data import sum_gradients
 from mpipar.parallel.data_parallel import DataParallel
+from mpipar.parallel.experts.block import ExpertBlock
+from mpipar.parallel.experts.moe import expert_parameters
 from mpipar.parallel.fsdp import FSDP, FsdpConfig
 from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_share
@@ -49,8 +52,9 @@ class Attention:
 class Held:
     """A model on a mesh, as the training loop sees it; Whole and Staged say how.
 
-    data: the ranks that hold the same part of the model, those of dp and cp.  parts: the modules
-    here.  flops_per_token, count: arithmetic and parameters of the whole model.
+    data: the ranks that hold the same part of the model, those of dp and cp.  same_experts: those
+    of them with the same experts, if these are spread.  parts: the modules here.
+    flops_per_token, count: arithmetic and parameters of the whole model.
     """
 
     parts: list[Any]
@@ -62,8 +66,12 @@ class Held:
         self.config, self.fsdp = config.model_config(), config.fsdp
         self.data: Communicator = mesh.group("dp", "cp")
         self.attention = Attention(attention_over(mesh, config.cp_layout))
-        how = {"sequence_parallel": config.sequence_parallel, "overlap": config.overlap}
-        self.make = factories(mesh, attention=self.attention, **how)
+        self.balance = config.balance
+        self.same_experts = mesh.group("edp") if config.ep > 1 else None
+        how: dict[str, Any] = {"capacity_factor": config.capacity_factor}
+        how |= {"sequence_parallel": config.sequence_parallel, "overlap": config.overlap}
+        made: dict[str, Any] = factories(mesh, attention=self.attention, **how)
+        self.make = {**made, "recompute": config.recompute}
 
     def wrapped(self, module: Any) -> DataParallel | FSDP:
         """Collective over `data`: let the gradients of a module be summed over its ranks."""
@@ -102,6 +110,23 @@ class Held:
             yield
         finally:
             self.attention.alone = False
+
+    def weigh(self, total: int) -> None:
+        """Tell the experts what their balance loss counts in a step of so many tokens."""
+        for part in self.parts:
+            for layer in part.modules():
+                if isinstance(layer, ExpertBlock):
+                    layer.balance_per_token = self.balance / total
+
+    def sum_experts(self) -> None:
+        """Collective: add the gradients of experts that are spread, once a step.
+
+        Those of all tokens of mesh.ep are in them already; the others' gradients are summed beside
+        backward.
+        """
+        if self.same_experts is not None:
+            spread = [param for part in self.parts for param in expert_parameters(part)]
+            sum_gradients(spread, self.same_experts)
 
     def place(self, positions: np.ndarray) -> None:
         """Tell the modules where the tokens lie in the sequence."""
@@ -142,10 +167,13 @@ class Whole(Held):
     def learn(self, rows: Rows, step: int, total: int, last: bool) -> float:
         """Run forward and backward."""
         self.place(rows.positions)
+        self.weigh(total)
         with rng.at(step, rows.first), nullcontext() if last else self.replica.no_sync():
             loss_sum, _ = self.replica.loss(rows.inputs, rows.targets)
             term = token_share(loss_sum, total)
             term.backward()
+        if last:
+            self.sum_experts()
         return float(term.item())
 
     @no_grad()
@@ -195,10 +223,13 @@ class Staged(Held):
     def learn(self, rows: Rows, step: int, total: int, last: bool) -> float:
         """Run all micro-batches of the pipeline; every rank of mesh.pp returns the term."""
         self.place(rows.positions)
+        self.weigh(total)
         with rng.at(step, rows.first):
-            return self.pipeline.step(
+            term = self.pipeline.step(
                 rows.inputs, rows.targets, lambda y, t: token_share(self._loss_of(y, t), total)
             )
+        self.sum_experts()
+        return term
 
     @no_grad()
     def loss(self, rows: Rows) -> float:

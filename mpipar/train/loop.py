@@ -62,7 +62,8 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     together(world, report.open)  # files are emptied only now
     options: dict[str, Any] = {"device": config.device, "reproducible": config.reproducible}
     options["check"] = config.check_collectives
-    with Mesh(world, config.pp, config.dp, config.cp, config.tp, **options) as mesh:
+    sizes = config.pp, config.dp, config.cp, config.tp, config.ep
+    with Mesh(world, *sizes, **options) as mesh:
         return fit(config, mesh, corpus, guarded)
 
 
@@ -189,5 +190,5 @@ def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held) -> Fact
 
 def layout(mesh: Mesh) -> str:
     """Return the sizes of the mesh as text, "dp 2 x tp 2": dp, tp, and every other axis above 1."""
-    shown = [axis for axis in ("pp", "cp") if mesh.axis_size(axis) > 1]
+    shown = [axis for axis in ("pp", "cp", "ep") if mesh.axis_size(axis) > 1]
     return " x ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("dp", "tp", *shown))

@@ -6,6 +6,9 @@ and of one micro-batch what backward needs:
     parameters   vocab d + layers (2 d d + 2 d d kv/heads + (2 or 3) d hidden)     over tp and pp
     activations  tokens of a micro-batch x (layers (4 d + hidden/tp) + 2 vocab/tp)   over pp
 
+hidden counts experts/ep times for parameters, top_k times for activations; what is recomputed
+counts as d a layer.
+
 Sharding over n = dp cp ranks (ZeRO) leaves 1/n of the moments, from stage 2 on of the gradients,
 and in stage 3 of the parameters.
 """
@@ -28,12 +31,16 @@ def needed(config: "TrainConfig", dp: int) -> int:
     d, parts = config.dim, config.tp * config.pp
     stored, computed = as_dtype(config.dtype).itemsize, compute_dtype(as_dtype(config.dtype))
     matrices = 3 if config.model == "llama" else 2  # of the feed-forward layer
-    block = 2 * d * d + 2 * d * d * config.kv // config.heads + matrices * d * config.ffn
-    parameters = (config.vocab * d + config.layers * block) // parts
+    attention = 2 * d * d + 2 * d * d * config.kv // config.heads
+    mlp = config.shared + config.ffn * (config.experts // config.ep if config.experts else 1)
+    block = attention + matrices * d * mlp
+    parameters = (config.vocab * d + config.layers * (block + config.experts * d)) // parts
     rows = -(-config.batch // (dp * config.accumulate))
     if config.pp > 1:
         rows = max(1, rows // config.through_pipeline(dp))
-    width = (config.layers * (4 * d + config.ffn // config.tp) + 2 * config.vocab // config.tp) // (
+    inner = (config.shared + config.ffn * (config.top_k if config.experts else 1)) // config.tp
+    each = d if config.recompute else 4 * d + inner
+    width = (config.layers * each + 2 * config.vocab // config.tp) // (
         config.pp * (config.tp if config.sequence_parallel else 1)
     )
     drawn = 8 * config.batch // dp + 8 * config.sample  # places of sequences, tokens of the sample

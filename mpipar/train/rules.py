@@ -22,9 +22,12 @@ Start = Callable[[int], str]  # number of ranks -> the command that starts them
 
 COUNTS = (
     *("dp", "tp", "pp", "cp", "layers", "dim", "heads", "kv_heads", "hidden", "vocab", "seq"),
-    *("batch", "accumulate", "steps", "eval_batches", "chunks", "microbatches"),
+    *("batch", "accumulate", "steps", "eval_batches", "chunks", "microbatches", "ep", "top_k"),
 )  # settings of at least 1
-USUAL = {"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160}
+USUAL = {
+    **{"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160},
+    **{"experts": 8, "shared": 128},
+}
 
 
 def check(config: "TrainConfig", ranks: int, start: Start) -> None:
@@ -33,7 +36,7 @@ def check(config: "TrainConfig", ranks: int, start: Start) -> None:
         _apply(config, rules(config))
     _apply(config, _mesh(config, ranks, start))
     dp = config.copies(ranks)
-    for rules_of_copies in (_tensor, _context, _batch, _pipeline, _memory):
+    for rules_of_copies in (_tensor, _context, _experts, _batch, _pipeline, _memory):
         _apply(config, rules_of_copies(config, dp))
 
 
@@ -47,7 +50,7 @@ def _sizes(config: "TrainConfig") -> Iterator[Rule]:
     for name in COUNTS:
         value, fix = getattr(config, name), f"Pass --{flag(name)} 1 or more"
         yield name, value is None or value >= 1, "it is at least 1", fix
-    for name in ("eval_every", "sample", "seed"):
+    for name in ("eval_every", "sample", "seed", "experts", "shared"):
         fix = f"Pass --{flag(name)} 0 or more"
         yield name, getattr(config, name) >= 0, "it is not negative", fix
     dim, heads = config.dim, config.heads
@@ -67,10 +70,13 @@ def _dim(dim: int, degree: int) -> str:
 
 
 def _numbers(config: "TrainConfig") -> Iterator[Rule]:
-    for name in ("lr", "min_lr", "weight_decay", "clip"):
+    for name in ("lr", "min_lr", "weight_decay", "clip", "balance"):
         value = getattr(config, name)
         good = value is None or (math.isfinite(value) and value >= 0)
         yield name, good, "it is a number from 0 up", f"Pass --{flag(name)} 0 or more"
+    factor = config.capacity_factor
+    good = factor is None or (math.isfinite(factor) and factor > 0)
+    yield "capacity_factor", good, "it is a number above 0", "Pass 1.25, or leave it out"
     yield "dropout", 0 <= config.dropout < 1, "it is at least 0 and below 1", "Pass 0 for none"
     yield "min_lr", config.lowest_lr <= config.lr, f"it is at most lr={config.lr}", "Lower it"
     rule = f"it is between 0 and steps={config.steps}"
@@ -121,7 +127,8 @@ def _mesh(config: "TrainConfig", ranks: int, start: Start) -> Iterator[Rule]:
 
 def _tensor(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     tp = config.tp
-    for name, value in (("heads", config.heads), ("kv_heads", config.kv), ("hidden", config.ffn)):
+    cut = ("heads", config.heads), ("kv_heads", config.kv), ("hidden", config.ffn)
+    for name, value in (*cut, ("shared", config.shared)):
         rule = f"it is cut over the tensor ranks, so it is a multiple of tp={tp}"
         fix = f"Pass --{flag(name)} {nearest(value, tp)}, or another --tp"
         yield name, value % tp == 0, rule, fix
@@ -141,6 +148,24 @@ def _context(config: "TrainConfig", dp: int) -> Iterator[Rule]:
         rule = f"{config.cp_layout} spreads the {heads} heads of a rank over {degree} ranks"
         fix = "Pass --cp-layout zigzag, or more --heads"
         yield "heads", heads >= degree, rule, fix
+
+
+def _experts(config: "TrainConfig", dp: int) -> Iterator[Rule]:
+    experts, ep, plane = config.experts, config.ep, dp * config.cp
+    if not experts:
+        for name, usual in (("ep", 1), ("shared", 0), ("capacity_factor", None)):
+            good = getattr(config, name) == usual
+            yield name, good, "only experts have it", "Leave it out, or pass --experts 8"
+        return
+    rule = f"a token chooses among experts={experts}, each at most once"
+    yield "top_k", config.top_k <= experts, rule, f"Pass --top-k {experts} or less"
+    rule = f"it divides the dp x cp = {dp} x {config.cp} = {plane} ranks that hold tokens"
+    fix = f"Pass --ep with one of {', '.join(map(str, divisors(plane)))}"
+    yield "ep", plane % ep == 0, rule, fix
+    rule = f"each of the ep={ep} ranks has at least one expert"
+    yield "experts", experts >= ep, rule, f"Pass --experts {ep} or more, or less --ep"
+    rule = "experts that are spread over ranks are not cut again"
+    yield "fsdp", config.fsdp == "none" or ep == 1, rule, "Pass --fsdp none, or --ep 1"
 
 
 def _batch(config: "TrainConfig", dp: int) -> Iterator[Rule]:

@@ -19,10 +19,11 @@ def sample(held: Held, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
     """Collective: return what the model writes after the first held-out tokens, and those before.
 
     Where every data-parallel rank has the whole model only the first ones write, and the others
-    wait; every rank of the first ones' mesh.cp writes the same.
+    wait; every rank of the first ones' mesh.cp writes the same.  Experts are asked by all ranks.
     """
     text = ""
-    if config.sample and (mesh.dp.rank == 0 or config.fsdp != "none"):
+    needed = config.fsdp != "none" or config.experts > 0
+    if config.sample and (mesh.dp.rank == 0 or needed):
         sizes = partition.blocks(config.vocab, mesh.tp.size)
         gather = partial(mesh.tp.all_gather, sizes=sizes)
         prompt = np.asarray(corpus.held_out[: min(PROMPT, config.seq // 2) or 1], np.int64)

@@ -172,10 +172,18 @@ def test_held_out_sequences_do_not_overlap(parts: int) -> None:
         for part in range(parts)
         for rows in Batches(corpus(), SEQ, 4, 0, part, parts).held_out(3)
     ]
+    assert len(rows) == 2 * parts  # every rank runs as many: the last batch has 3 sequences
     targets = np.concatenate([r.targets for r in rows]).ravel()
     assert len(targets) == 7 * SEQ  # 60 tokens have room for 7 sequences, though 12 were asked for
     assert len(set(targets.tolist())) == len(targets)
     assert targets.min() > 440
+
+
+def test_a_rank_without_held_out_sequences_gets_one_that_does_not_count() -> None:
+    rows = [Batches(corpus(), SEQ, 6, 0, part, 3).held_out(3)[1] for part in range(3)]
+    assert [len(r.inputs) for r in rows] == [1, 1, 1]  # 7 sequences: one in the second batch
+    assert [bool((r.targets >= 0).all()) for r in rows] == [True, False, False]
+    assert [bool((r.targets == -100).all()) for r in rows] == [False, True, True]
 
 
 def test_held_out_takes_what_is_asked_for() -> None:

@@ -180,9 +180,7 @@ class MoE(Module):
         table = agree(self.over.process_group, "MoE", facts, {"tokens", *told}, problem)
         counts = np.array([table[one] for one in told]).T  # (ranks of over, E)
         self.load, total = counts.sum(0), sum(table["tokens"])
-        capacity = self.capacity
-        if self.capacity_factor is not None:
-            capacity = ceil(self.capacity_factor * self.k * total / self.experts)
+        capacity = self._limit(total)
         if capacity is None:
             keep, kept = np.ones(choice.shape, bool), counts
         elif index is None:
@@ -194,6 +192,12 @@ class MoE(Module):
             )
         self.dropped = int(counts.sum() - kept.sum())
         return make_plan(choice, keep, kept[self._rows_of_over], self.comm), total
+
+    def _limit(self, total: int) -> int | None:
+        """Return how many of `total` tokens an expert takes; None: all that come."""
+        if self.capacity_factor is None:
+            return self.capacity
+        return ceil(self.capacity_factor * self.k * total / self.experts)
 
     def _compute(self, rows: Any, plan: Plan) -> Any:
         """Run this rank's experts on their rows (R, C)."""
