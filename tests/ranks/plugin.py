@@ -160,6 +160,8 @@ class Ranks:
         if self.collective:
             if not self.met:
                 self._meet(item.session)
+                if item.session.shouldstop:  # a rank is not there: do not begin without it
+                    raise item.session.Interrupted(item.session.shouldstop)
             self._run_together(item, nextitem)
         else:
             with launch.clean_environment_of(os.environ):

@@ -75,6 +75,12 @@ def test_alone(i):
     assert not [name for name in os.environ if name.startswith(("PMI_", "PMIX_", "OMPI_COMM_"))]
 """
 
+TOGETHER = """
+@pytest.mark.mpi
+def test_all():
+    MPI.COMM_WORLD.Barrier()
+"""
+
 TEARDOWN = """
 @pytest.fixture
 def broken():
@@ -191,10 +197,10 @@ def test_no_test_at_all_is_said(tmp_path: Path) -> None:
 
 
 def test_stopping_at_the_first_failure(tmp_path: Path) -> None:
-    done = suite(tmp_path, ALONE + "\n@pytest.mark.mpi\ndef test_all():\n    pass\n", 2, alone=True,
-                 options=("-x",))  # fmt: skip
+    done = suite(tmp_path, ALONE + TOGETHER, 2, alone=True, options=("-x",))
     assert done.returncode != 0
     assert counts(done)["failed"] == 1
+    assert "took longer" not in done.stdout + done.stderr
 
 
 def test_a_failure_in_teardown(tmp_path: Path) -> None:
