@@ -18,6 +18,8 @@ from .autograd import gradcheck as gradcheck
 from .autograd import is_grad_enabled as is_grad_enabled
 from .autograd import no_grad as no_grad
 from .autograd import recompute as recompute
+from .checkpoint import load as load
+from .checkpoint import save as save
 from .comm.calls import algorithms as algorithms
 from .errors import MpiparError as MpiparError
 from .nn import Partial as Partial

@@ -37,6 +37,10 @@ class PeerError(MpiparError, ConnectionError):
     """MPI reports a failure while ranks communicate: a peer may be gone."""
 
 
+class CheckpointError(MpiparError, OSError):
+    """A checkpoint cannot be written, is not there, or is damaged; the message names the file."""
+
+
 class DestroyedError(MpiparError, RuntimeError):
     """A communicator was used after `destroy()`."""
 

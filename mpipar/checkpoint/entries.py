@@ -1,0 +1,116 @@
+"""What there is to save in a tree: modules, optimisers, arrays; each array with its global name.
+
+    {"model": model, "optimizer": optimizer, "state": {"step": 100}}
+
+    model.safetensors       blocks.0.mlp.up.weight        named as in the model's state_dict
+    optimizer.safetensors   blocks.0.mlp.up.weight.m      the same, and the slot
+    state.json              {"step": 100}                 what JSON can say, rank 0's
+
+Names are those of the whole model on every mesh: stages of a pipeline know them, FSDP gives its
+shards by path, and a tied weight counts once.  Parameters are told apart by their specs.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpipar.arrays import Array, is_device
+from mpipar.autograd import Tensor
+from mpipar.errors import ConfigError, explain
+from mpipar.nn.linear import is_named
+from mpipar.nn.spec import Spec
+from mpipar.optim.optimizer import Optimizer
+
+STATE = "state"
+Tree = Mapping[str, Any]
+Files = dict[str, list["Entry"]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named array of which this rank has what `spec` says.
+
+    held: whether this rank's values count; a rank with no element of a parameter never counts its
+    steps, for example.
+    """
+
+    name: str
+    spec: Spec
+    array: Array
+    held: bool = True
+
+
+def files_of(tree: Tree) -> Files:
+    """Return the entries of each file, by the key in the tree; all but "state".
+
+    A name may come twice on one rank: a tied weight of two stages.
+    Raises ConfigError for keys that name no file, and for values that hold no arrays.
+    """
+    if not isinstance(tree, Mapping) or not tree:
+        rule = "it must map names to what is saved under them"
+        raise ConfigError(explain("tree", type(tree).__name__, rule, 'Pass {"model": model}'))
+    for key in tree:
+        if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", key):
+            rule = "a key must name a file: letters, digits, - and _"
+            raise ConfigError(explain("key of tree", key, rule, 'Use "model" or "ema", say'))
+    paths = {}
+    for value in tree.values():
+        if hasattr(value, "named_parameters"):
+            paths.update({id(param): name for name, param in value.named_parameters()})
+    files = {}
+    for key, value in tree.items():
+        if key != STATE:
+            files[key] = [_checked(entry) for entry in _entries(key, value, paths)]
+    return files
+
+
+def _entries(key: str, value: Any, paths: Mapping[int, str]) -> Iterator[Entry]:
+    if isinstance(value, Optimizer):
+        yield from _of_optimizer(value, paths)
+    elif hasattr(value, "named_parameters"):
+        for name, param in value.named_parameters():
+            yield _of_array(name, param)
+    elif isinstance(value, Mapping):
+        for name, array in value.items():
+            yield _of_array(str(name), array)
+    else:
+        rule = "it must be a module, an optimiser, or a dict of arrays"
+        fix = 'Numbers and texts go into tree["state"]'
+        raise ConfigError(explain(f"tree[{key!r}]", type(value).__name__, rule, fix))
+
+
+def _of_array(name: str, value: Any) -> Entry:
+    """Return the entry of a parameter, or of an array that every rank holds whole."""
+    array = value.data if isinstance(value, Tensor) else value
+    if not is_device(array) and not isinstance(array, np.ndarray):
+        rule = "it must be an array; what it is filled with is loaded in place"
+        raise ConfigError(explain(name, type(value).__name__, rule, "Pass an array, or a Tensor"))
+    return Entry(name, getattr(value, "spec", Spec.replicated(name, array.shape)), array)
+
+
+def _of_optimizer(optimizer: Optimizer, paths: Mapping[int, str]) -> Iterator[Entry]:
+    """Yield the slots of every parameter, under its path in the model where that is in the tree."""
+    for number, param in enumerate(optimizer.params()):
+        spec = getattr(param, "spec", Spec.replicated("", param.data.shape))
+        own = spec.name if is_named(spec.name) else str(number)
+        name = paths.get(id(param), own)
+        some = param.data.size > 0 or not prod(spec.shape)
+        for slot, array in optimizer.state[optimizer.names[id(param)]].items():
+            label = f"{name}.{slot}"
+            if slot == "step":
+                yield Entry(label, Spec.replicated(label, array.shape), array, some)
+            else:
+                yield Entry(label, spec, array)
+
+
+def _checked(entry: Entry) -> Entry:
+    """Return the entry, if its array is as large as its spec says."""
+    if tuple(entry.array.shape) != entry.spec.local_shape:
+        rule = f"this rank's part of it must be {entry.spec.local_shape}, by its spec"
+        fix = "Save what holds the values: FSDP's wrapper, not the module inside it"
+        raise ConfigError(explain(entry.name, tuple(entry.array.shape), rule, fix))
+    return entry

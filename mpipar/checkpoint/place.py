@@ -1,0 +1,235 @@
+"""Where checkpoints lie: folders that appear as a unit, and the file that says all is there.
+
+    runs/gpt/step-00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
+    runs/gpt/step-00000300/
+    runs/gpt/latest           "step-00000300", for people and scripts
+    runs/gpt/.step-00000400.tmp-1f3a/   being written, or left by a job that was killed
+
+A folder is written under a hidden name, synced to disk, and renamed.  manifest.json is written
+last: sizes and checksums of the files, and a digest of itself.  A folder without a right one is no
+checkpoint, whatever it is called.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpipar.checkpoint.checksum import BLOCK
+from mpipar.checkpoint.entries import STATE
+from mpipar.errors import CheckpointError
+
+MANIFEST, LATEST = "manifest.json", "latest"
+FORMAT = "mpipar checkpoint 1"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint: its folder, its manifest, and when it was saved (ns)."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def saved(self) -> int:
+        """When it was saved, in nanoseconds."""
+        return int(self.manifest["saved"])
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step."""
+    return f"step-{step:08d}"
+
+
+def begin(target: Path) -> Path:
+    """Make the hidden folder in which a checkpoint is written; sweep what killed jobs have left.
+
+    Raises CheckpointError if that cannot be.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_dir():
+            raise CheckpointError(f"{target} is a file: pass the path of a folder")
+        if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists():
+            raise CheckpointError(f"{target} holds something else: pass a new folder")
+        for left in target.parent.glob(f".{target.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
+        folder.mkdir()
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{target} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise CheckpointError if so many bytes do not fit on the disk."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        text = f"{nbytes / 2**20:.0f} MiB are needed for a checkpoint, and {free / 2**20:.0f} are"
+        raise CheckpointError(f"{folder.parent} is too full: {text} free. Delete older ones")
+
+
+def finish(
+    folder: Path,
+    target: Path,
+    heads: Mapping[str, bytes],
+    sums: Mapping[str, np.ndarray],
+    state: str,
+) -> None:
+    """Write state and manifest, and give the folder its name; raises CheckpointError.
+
+    heads, sums: of each file.  state: JSON text.
+    """
+    files = {}
+    try:
+        for name, values in sums.items():
+            nbytes = (folder / name).stat().st_size
+            text = values.astype("<u8").tobytes().hex()
+            files[name] = {"bytes": nbytes, "head": _digest(heads[name]), "sums": text}
+        _write_text(folder / f"{STATE}.json", state)
+        manifest = {
+            "format": FORMAT,
+            "saved": time.time_ns(),
+            "block": BLOCK,
+            "files": files,
+            STATE: _digest(state.encode()),
+        }
+        _write_text(folder / MANIFEST, _sealed(manifest))
+        _sync(folder)
+        old = None
+        if target.exists():  # a folder cannot be renamed onto one that is not empty
+            old = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
+            target.rename(old)
+        folder.rename(target)
+        _sync(target.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def point(target: Path) -> None:
+    """Let `latest` name a folder."""
+    new = target.parent / f".{LATEST}.tmp"
+    try:
+        _write_text(new, target.name + "\n")
+        new.replace(target.parent / LATEST)
+        _sync(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{new} cannot be written: {error.strerror}") from error
+
+
+def prune(target: Path, keep: int) -> None:
+    """Delete the oldest checkpoints beside a new one until `keep` are left, itself among them."""
+    others = [one.folder for one in all_in(target.parent) if one.folder.name != target.name]
+    for folder in others[max(0, keep - 1) :]:
+        hidden = folder.parent / f".{folder.name}.tmp-{secrets.token_hex(4)}"
+        try:
+            folder.rename(hidden)
+        except OSError:
+            continue
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def all_in(parent: Path) -> list[Found]:
+    """Return the complete checkpoints of steps in a folder, the newest first."""
+    found = [read_manifest(folder) for folder in parent.glob("step-*") if folder.is_dir()]
+    return sorted((one for one in found if one), key=lambda one: one.saved, reverse=True)
+
+
+def find(directory: Path) -> Found:
+    """Return the checkpoint in a folder, or the newest complete one of the steps in it.
+
+    Where the folder itself was being replaced when a job was killed, it is the one that was moved
+    aside.  Raises CheckpointError if there is none.
+    """
+    aside = sorted(directory.parent.glob(f".{directory.name}.*"))
+    for folder in (directory, *aside):
+        if found := read_manifest(folder):
+            return found
+    if steps := all_in(directory):
+        return steps[0]
+    if not directory.exists():
+        raise CheckpointError(f"{directory} does not exist: pass the folder of a checkpoint")
+    what = "an incomplete or damaged checkpoint" if (directory / MANIFEST).exists() else "none"
+    raise CheckpointError(f"{directory} holds no complete checkpoint, but {what}")
+
+
+def read_manifest(folder: Path) -> Found | None:
+    """Return the checkpoint in a folder, if its manifest and the sizes of its files are right."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if _sealed({k: v for k, v in manifest.items() if k != "digest"}) != json.dumps(manifest):
+            return None
+        if manifest["format"] != FORMAT:
+            return None
+        for name, about in manifest["files"].items():
+            if (folder / name).stat().st_size != about["bytes"]:
+                return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Found(folder, manifest)
+
+
+def read_state(found: Found) -> str:
+    """Return the text of state.json; raises CheckpointError if it is damaged."""
+    path = found.folder / f"{STATE}.json"
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if _digest(text.encode()) != found.manifest[STATE]:
+        raise CheckpointError(f"{path} is damaged: load an older checkpoint")
+    return text
+
+
+def read_head(found: Found, name: str) -> bytes:
+    """Return the head of a file; raises CheckpointError if it is damaged."""
+    path = found.folder / name
+    try:
+        with open(path, "rb") as file:
+            text = file.read(8)
+            text += file.read(
+                min(int.from_bytes(text, "little"), found.manifest["files"][name]["bytes"])
+            )
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if _digest(text) != found.manifest["files"][name]["head"]:
+        raise CheckpointError(f"{path} is damaged at its beginning: load an older checkpoint")
+    return text
+
+
+def _sealed(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, with its own digest at the end."""
+    digest = _digest(json.dumps(manifest).encode())
+    return json.dumps({**manifest, "digest": digest})
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Sync the names in a folder to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
