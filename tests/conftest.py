@@ -6,6 +6,10 @@
 - tests/repo: the repository itself: layers, packaging, the README
 """
 
+import os
+import tempfile
+from pathlib import Path
+
 import hypothesis
 
 from tests.ranks.plugin import pytest_addoption, pytest_configure
@@ -14,3 +18,6 @@ __all__ = ["pytest_addoption", "pytest_configure"]
 
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
+
+# jobs and tests that fail on purpose leave their reports here, not in the current folder
+os.environ.setdefault("MPIPAR_REPORT_DIR", str(Path(tempfile.gettempdir(), "mpipar-test-reports")))

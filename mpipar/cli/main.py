@@ -22,6 +22,7 @@ from mpipar.train import launch, outputs
 COMMANDS = {
     "train": "train a language model on text; start it with mpiexec",
     "bench": "measure collectives, training and overheads on this machine",
+    "doctor": "check the machine and the job, or explain why one got stuck",
     "schedule": "show, verify and simulate collective algorithms and pipelines",
 }
 HEAD_START = 0.5  # seconds for rank 0 to speak, before the launcher sees that another has ended

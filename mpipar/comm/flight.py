@@ -8,25 +8,28 @@ they told.  From that it finds, within seconds and without a deadlock:
     a ring of blocking sends
     a rank whose program has ended while others wait for it (it says goodbye at exit)
 
-and, after the communicator's time limit, it gives up with a report of who waits for whom.
+and, after the communicator's time limit, it gives up and says who waits for whom.  Whatever it
+finds, all ranks that wait write a report (report.py).
 """
 
 import atexit
 import json
-import os
 import sys
 import time
 import weakref
 from collections import deque
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpipar.errors import CollectiveTimeoutError, MismatchError
+from mpipar.comm import report
+from mpipar.comm.node import world_ranks
+from mpipar.errors import CollectiveTimeoutError, MismatchError, MpiparError
 
 KEEP = 64
+SHOWN = 8  # of them on stderr when something goes wrong
 TAG = 0  # of the watchdogs' messages
 EVERYONE = 64  # groups up to this size tell all; larger ones tell the neighbours in the ring
 
@@ -55,11 +58,16 @@ class Record:
         weak = handle is None or isinstance(handle, weakref.ref)
         self._handle = handle if weak else weakref.ref(handle)
 
+    @property
+    def place(self) -> str:
+        """Where it stands: the round and the peers, if that is known."""
+        gone = "started" if self._handle is None else "done"
+        return str(getattr(self.handle, "place", gone))
+
     def text(self) -> str:
         """Return one line: number, call, and where it stands."""
         number = f"#{self.sequence} " if self.sequence else ""
-        gone = "started" if self._handle is None else "done"
-        return f"{number}{self.what} ({getattr(self.handle, 'place', gone)})"
+        return f"{number}{self.what} ({self.place})"
 
 
 class Flight:
@@ -68,7 +76,9 @@ class Flight:
     def __init__(self, comm: MPI.Comm, name: str, timeout: float) -> None:
         self._comm, self._name, self._timeout = comm, name, timeout
         self.records: deque[Record] = deque(maxlen=KEEP)
-        self._next_telling = 0.0
+        self.number = next(_numbers)
+        self.running: Any = None
+        self._next_telling = self._next_writing = 0.0
         self._heard: dict[int, dict] = {}
         self._sends: list[MPI.Request] = []
         _live.add(self)
@@ -90,30 +100,59 @@ class Flight:
         if not self.records:
             return
         record = self.records[-1]
+        if record.handle is None:
+            record.handle = self.running
         self._tell(record, waited)
-        self._hear()
+        for flight in tuple(_live):
+            flight._hear()
+        try:
+            self._find(record, waited)
+        except MpiparError as error:
+            self._report(str(error))
+            raise
+        if _asked:
+            _pass_on()
+        elif waited > report.LONG_WAIT and time.time() > self._next_writing:
+            self._next_writing = time.time() + waited / 2
+            report.write(f"has waited for {waited:.0f} s", _live, failed=False)
+
+    def _find(self, record: Record, waited: float) -> None:
         self._compare()
         self._find_left(record)
         self._find_ring(record)
         if waited > self._timeout:
-            self.report()
             raise CollectiveTimeoutError(
                 f"rank {self._comm.rank} of communicator {self._name!r} waited {waited:.1f} s "
                 f"(timeout={self._timeout:g} s) in {record.text()}. {self._others(record)}"
             )
 
-    def report(self) -> None:
-        """Write the last collectives of this rank to MPIPAR_REPORT_DIR, or else to stderr."""
-        rank = MPI.COMM_WORLD.rank
-        lines = [f"rank {rank}, communicator {self._name!r}: the last {len(self.records)} calls"]
-        lines += ["  " + record.text() for record in self.records]
-        directory = os.environ.get("MPIPAR_REPORT_DIR")
-        if directory:
-            path = Path(directory) / f"mpipar-rank{rank}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n")
-        else:
-            print("\n".join(lines), file=sys.stderr, flush=True)
+    def _report(self, why: str) -> None:
+        """Write down what all ranks that listen are doing, and say where."""
+        path = report.write(why, _live, failed=True)
+        _ask_everyone()
+        shown = tuple(self.records)[-SHOWN:]
+        rank, name = MPI.COMM_WORLD.rank, self._name
+        lines = [f"rank {rank}, communicator {name!r}: the last {len(shown)} calls"]
+        lines += ["  " + record.text() for record in shown]
+        if path is not None:
+            lines.append(f"all ranks side by side: mpipar doctor --report {path.parent}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        report.wait_for_others()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what this rank knows of the communicator; ranks are numbered as in the world."""
+        ranks = world_ranks(self._comm)
+        calls = [
+            {"sequence": record.sequence, "what": record.what, "place": record.place}
+            for record in self.records
+        ]
+        last = self.records[-1] if self.records else None
+        waits_for = [ranks[peer] for peer in getattr(last and last.handle, "waits_for", [])]
+        heard = {ranks[peer]: told for peer, told in self._heard.items()}
+        return {"name": self._name, "ranks": ranks, "calls": calls, "waits_for": waits_for} | {
+            "waiting": self._next_telling + 1.0 > time.time(),
+            "heard": heard,
+        }
 
     def close(self) -> None:
         """Read what other watchdogs sent, so that no message is left over."""
@@ -151,11 +190,17 @@ class Flight:
             self._sends.append(self._comm.Isend([data, data.size, MPI.BYTE], peer, TAG))
 
     def _hear(self) -> None:
+        """Read what the others told; any thread may do it for any communicator."""
+        global _asked
         status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
             data = np.empty(status.count, np.uint8)
-            self._comm.Recv([data, data.size, MPI.BYTE], status.source, TAG)
-            self._heard[status.source] = json.loads(data.tobytes())
+            message.Recv([data, data.size, MPI.BYTE])
+            told = json.loads(data.tobytes())
+            if "report" in told:
+                _asked = True
+            else:
+                self._heard[status.source] = told
 
     def _waiting(self) -> dict[int, dict]:
         """What the ranks that still wait have told."""
@@ -207,7 +252,22 @@ class Flight:
         return "; ".join(known)
 
 
+_numbers = count()  # in the order of their making, which is that of every rank
 _live: "weakref.WeakSet[Flight]" = weakref.WeakSet()
+_asked = False  # another rank wants everyone's report
+
+
+def _ask_everyone() -> None:
+    """Ask all ranks that this one shares a communicator with for their reports."""
+    for flight in tuple(_live):
+        flight._send({"report": True})
+
+
+def _pass_on() -> None:
+    """Write the report that another rank has asked for, and ask the others too, once."""
+    if not report.written():
+        report.write("another rank has found something wrong", _live, failed=True)
+        _ask_everyone()
 
 
 @atexit.register

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpipar import schedule as schedules
-from mpipar.comm import abort, choice, library, node, waiting
+from mpipar.comm import abort, choice, library, node, roster, waiting
 from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, describe
 from mpipar.comm.flight import Flight, Record, describe_groups
 from mpipar.comm.persistent import Persistent
@@ -36,6 +36,7 @@ KEEP_PREPARED = 512  # calls whose plans are kept,
 KEEP_BYTES = 1 << 26  # and the bytes of those on prepared requests, which have their own buffers
 # Tags: 0 the watchdogs, 1 send and recv, then persistent plans by signature, then the sequence.
 MESSAGE_TAG, PERSISTENT_TAG, SEQUENCE_TAG = 1, 16, 8192
+LARGEST_TAG = SEQUENCE_TAG + (0x3FFF << 8) + 0xFF
 
 
 class ProcessGroup:
@@ -60,6 +61,7 @@ class ProcessGroup:
         self.nodes, told, self._crowded = node.discover(self.raw, note)
         if wrong or len(set(told)) > 1:
             self._refuse(wrong or f"options {options}", wrong)
+        roster.meet(self.raw)
         self.rank, self.size = self.raw.rank, self.raw.size
         self.name = name or f"{self.size} ranks"
         self.algorithm, self.reproducible, self.check = algorithm, reproducible, check

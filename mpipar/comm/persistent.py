@@ -38,6 +38,11 @@ class Persistent:
         in_folds = divisor if plan.divides else 1
         self._copies = [self._bind(f, fold, 1) for f in plan.copies]
         self._steps = []
+        self._peers = [
+            [m.peer for m in step.early_receives + step.late_receives]
+            + [m.peer for m in step.early_sends + step.late_sends]
+            for step in plan.steps
+        ]
         send = comm.Ssend_init if runner.synchronous_sends else comm.Send_init
         for step in plan.steps:
             before = [self._bind(f, fold, 1) for f in step.packs]
@@ -73,6 +78,7 @@ class Persistent:
                 start()
             for test in tests:
                 if not (test() or test() or test()):  # the peer is often just as far
+                    self._watchdog.running = self
                     waiting.wait(test, self._watchdog)
             for call, arguments in after:
                 call(*arguments)
@@ -90,6 +96,28 @@ class Persistent:
         before, starts, tests, _ = self._steps[-1]
         self._steps[-1] = (before, starts, tests, ())
         return partial(combine, *(self._array(place) for place in folds[0].operands))
+
+    @property
+    def waits_for(self) -> list[int]:
+        """The ranks whose messages of this round have not come, or not gone."""
+        number = self._round()
+        if number is None:
+            return []
+        tests = self._steps[number][2]
+        return sorted({p for p, t in zip(self._peers[number], tests, strict=True) if not t()})
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for the watchdog: the round and the peers it waits for."""
+        number = self._round()
+        if number is None:
+            return "done"
+        return f"round {number} of {len(self._steps)}, waiting for {self.waits_for}"
+
+    def _round(self) -> int | None:
+        """Return the first round that is not complete; a request that was never started is."""
+        unfinished = (i for i, step in enumerate(self._steps) if not all(t() for t in step[2]))
+        return next(unfinished, None)
 
     def free(self) -> None:
         """Free the requests."""

@@ -26,17 +26,22 @@ FoldFunction = Callable[[Sequence[np.ndarray], np.ndarray, int], None]
 
 
 class ScratchPool:
-    """Keeps the scratch memory of finished executions for the next one of the same group."""
+    """Keeps the scratch memory of finished executions for the next one of the same group.
+
+    bytes: of all buffers, in use or not.
+    """
 
     def __init__(self, keep: int = 4) -> None:
         self._free: list[np.ndarray] = []
         self._keep = keep
+        self.bytes = 0
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return at least `nbytes` bytes of uint8, 64-byte aligned pages as the allocator gives."""
         fits = [i for i, buffer in enumerate(self._free) if buffer.size >= nbytes]
         if fits:
             return self._free.pop(min(fits, key=lambda i: self._free[i].size))
+        self.bytes += nbytes
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: np.ndarray) -> None:
@@ -44,7 +49,12 @@ class ScratchPool:
         self._free.append(buffer)
         if len(self._free) > self._keep:
             self._free.sort(key=lambda b: b.size)
-            self._free.pop(0)
+            self.bytes -= self._free.pop(0).size
+
+    def clear(self) -> None:
+        """Let go of all buffers that are not in use."""
+        self.bytes -= sum(buffer.size for buffer in self._free)
+        self._free.clear()
 
 
 class Execution:
@@ -120,6 +130,15 @@ class Execution:
         tos = sorted({m.peer for m in step.early_sends + step.late_sends})
         rounds = len(self._plan.steps)
         return f"round {self._number} of {rounds}, receiving from {froms}, sending to {tos}"
+
+    @property
+    def waits_for(self) -> list[int]:
+        """The ranks whose messages of this round have not come, or, if all have, not gone."""
+        if self.done:
+            return []
+        step = self._plan.steps[self._number]
+        sends = {m.peer for m in step.early_sends + step.late_sends}
+        return sorted({peer for peer, _ in self._expected} or sends)
 
     # -- how it goes on --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 SPINS = 2000  # polls before the first pause; about half a millisecond
 OVERSUBSCRIBED_SPINS = 50
@@ -20,6 +20,8 @@ STUCK_SECONDS = 1.0  # then the watchdog looks for the cause, this often
 
 class Watchdog(Protocol):
     """What a wait asks when it takes long."""
+
+    running: Any  # the call on prepared requests that waits, or waited last
 
     def look(self, waited: float) -> None:
         """Raise if the cause is known, or if the time limit is over."""

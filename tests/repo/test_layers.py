@@ -6,7 +6,7 @@ L2  comm  autograd                          comm and autograd do not know each o
     functional                              the names of autograd's operations for users
 L3  nn  optim  models
 L4  parallel                                the first layer that joins communication and gradients
-L5  train  checkpoint  bench  plan  cli  __main__
+L5  train  checkpoint  bench  doctor  plan  cli  __main__
 """
 
 import ast
@@ -44,10 +44,10 @@ ALLOWED = {
     "bench": L4_AND_BELOW | {"train"},
     "doctor": L4_AND_BELOW | {"train"},
     "plan": L4_AND_BELOW | {"train"},
-    "cli": L4_AND_BELOW | {"train", "checkpoint", "bench", "plan"},
+    "cli": L4_AND_BELOW | {"train", "checkpoint", "bench", "doctor", "plan"},
     "__main__": {"cli"},
 }
-KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "plan", "cli"}
+KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "doctor", "plan", "cli"}
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
 # in parallel/: its other modules use these freely, and of each other only what users see
 FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh"}

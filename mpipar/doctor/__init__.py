@@ -1,0 +1,1 @@
+"""`mpipar doctor`: what is wrong with this machine, this job, or a job that got stuck."""
