@@ -45,7 +45,11 @@ def modules_of(module: Module, units: Sequence[Module] | None) -> list[Module]:
 
 
 def plan(module: Module, units: Sequence[Module], config: FsdpConfig) -> Plan:
-    """Return who belongs where; raises ConfigError if a unit has parameters of several dtypes."""
+    """Return who belongs where.
+
+    Raises ConfigError if a unit has parameters of several dtypes, and for experts that are spread:
+    each rank has others.
+    """
     users: dict[int, set[int]] = {}  # parameter -> the units that use it, -1 for the rest
     reach = [(n, child) for n, unit in enumerate(units) for child in unit.modules()]
     reach += [(-1, child) for child in _outside(module, units)]
@@ -55,6 +59,7 @@ def plan(module: Module, units: Sequence[Module], config: FsdpConfig) -> Plan:
                 users.setdefault(id(member), set()).add(number)
     made = Plan([[] for _ in units], [], [])
     for name, param in module.named_parameters():
+        _refuse_spread(name, param)
         where = users[id(param)]
         if _stays_whole(param, config):
             made.whole.append(Named(name, param))
@@ -70,6 +75,12 @@ def plan(module: Module, units: Sequence[Module], config: FsdpConfig) -> Plan:
 def _stays_whole(param: Parameter, config: FsdpConfig) -> bool:
     small = param.data.size < config.min_param_size
     return small or (not config.flatten_parameters and param.data.ndim == 0)
+
+
+def _refuse_spread(name: str, param: Parameter) -> None:
+    if "ep" in param.spec.placements:
+        rule = "what is sharded is the same on all ranks, and experts over ep are others on each"
+        raise ConfigError(explain(name, param.spec.placements["ep"], rule, "Choose an ep of 1"))
 
 
 def _one_dtype(members: list[Named]) -> None:

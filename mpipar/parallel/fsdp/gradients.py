@@ -150,4 +150,5 @@ class Gradients:
         """Bytes of what this unit holds, buffers of the pool not included."""
         own = 0 if self.in_place else sum(own.nbytes for own in self.owns)
         kept = self.whole.nbytes if self.keeps and self.whole is not None else 0
-        return own + kept
+        before = sum(array.nbytes for array in self.before or ())
+        return own + kept + before

@@ -19,6 +19,8 @@ from mpipar.parallel.mesh import AXES
 from mpipar.rng import key
 
 DIRECT_RANKS = 32  # groups up to this size, inside a node, use the algorithms of fewest rounds
+ROUND_BYTES = 1 << 18  # received in one of their rounds; there is memory for two rounds
+LEAST_SEGMENT = 1 << 15
 
 
 class Link:
@@ -31,9 +33,12 @@ class Link:
         how |= {"reproducible": group.reproducible, "segment_bytes": group.segment_bytes}
         self._of = group
         self.comm = Communicator(raw, comm.device, f"{what} of {comm.name}", **how)
-        self.comm.process_group.calls = group.calls  # they count as the group's
-        few = self.comm.size <= DIRECT_RANKS and self.comm.process_group.nodes.count == 1
+        own = self.comm.process_group
+        own.calls = group.calls  # they count as the group's
+        few = self.comm.size <= DIRECT_RANKS and own.nodes.count == 1
         self.algorithm = "direct" if few and group.algorithm == "auto" else None
+        if self.algorithm is not None and own.segment_bytes is None and self.comm.size > 1:
+            own.segment_bytes = max(LEAST_SEGMENT, ROUND_BYTES // (self.comm.size - 1))
 
     def all_gather(self, own: Array, whole: Array, sizes: tuple[int, ...]) -> Any:
         """Post the gathering of blocks of these sizes in `whole`; return the handle."""
@@ -48,6 +53,15 @@ class Link:
     def all_reduce(self, x: Array, op: str) -> Any:
         """Post the reduction of x in its place; return the handle."""
         return self.comm.all_reduce(x, op, out=x, algorithm=self.algorithm, async_op=True)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what messages that must be added are received in."""
+        return self.comm.process_group.pool.bytes
+
+    def give_back(self) -> None:
+        """Give back the memory that no message uses."""
+        self.comm.process_group.pool.clear()
 
     def settle(self) -> None:
         """Add the seconds spent here to those of the communicator that FSDP was given."""
@@ -84,6 +98,16 @@ class Links:
         """Return every link, each once."""
         links = (self.gather, self.reduce, self.all, self.across)
         return list({id(link): link for link in links if link is not None}.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what messages are received in."""
+        return sum(link.bytes for link in self.owned())
+
+    def give_back(self) -> None:
+        """Give back the memory that no message uses."""
+        for link in self.owned():
+            link.give_back()
 
     def settle(self) -> None:
         """Let the time spent count as that of the communicator that FSDP was given."""

@@ -27,12 +27,14 @@ from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.unit import Unit
 
 BUFFERS = 2  # of units' whole gradients: one is written, one is on its way
+SPARE = 0.025  # the second only where it costs less than this share of what a rank keeps
 
 
 class Flight:
     """A segment on its way: over the ranks that share a copy, then over those with the same block.
 
-    sent: what travels; out: where the sum arrives; stage: 0 scattered, 1 added up, 2 done.
+    sent: what travels; out: where the sum arrives; stage: 0 scattered, 1 added up, 2 done; bytes:
+    of memory of its own.
     """
 
     def __init__(self, of: Gradients, which: int, sent: Array) -> None:
@@ -42,6 +44,8 @@ class Flight:
             self.out = own
         else:
             self.out = sent if whole else of.unit.xp.empty(own.shape, sent.dtype)
+        self.bytes = sent.nbytes if sent.dtype != of.unit.narrow else 0
+        self.bytes += self.out.nbytes if self.out is not own and self.out is not sent else 0
         self.stage = 0
         self.handle: Any = None
 
@@ -68,7 +72,7 @@ class Reducer:
         self._links, self._op, self._wire = links, op, wire
         self.pool = Pool()
         self.grads = [Gradients(unit, keeps) for unit in (*units[::-1], *base[::-1])]
-        self._limit = BUFFERS + sum(not grads.keeps for grads in self.grads[len(units) :])
+        self._limit = _buffers(units) + sum(not grads.keeps for grads in self.grads[len(units) :])
         self._of = {id(grads.unit): grads for grads in self.grads}
         self._queue = [
             (grads, which)
@@ -167,6 +171,7 @@ class Reducer:
             self._add_up(flight)
         if flight.stage < 2:
             self._flights.append(flight)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def _add_up(self, flight: Flight) -> None:
         """Go on with what is scattered: add up the copies of a block."""
@@ -240,5 +245,13 @@ class Reducer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all gradients, whole or not."""
-        return self.pool.bytes + sum(grads.bytes for grads in self.grads)
+        """Bytes of all gradients, whole or not, and of what is on its way in another dtype."""
+        flights = sum(flight.bytes for flight in self._flights)
+        return flights + self.pool.bytes + sum(grads.bytes for grads in self.grads)
+
+
+def _buffers(units: Sequence[Unit]) -> int:
+    """Return how many of the units' whole gradients there may be at a time."""
+    largest = max((unit.layout.total * unit.narrow.itemsize for unit in units), default=0)
+    kept = 4 * sum(unit.shard_bytes for unit in units)  # values, gradients and two moments
+    return BUFFERS if BUFFERS * largest <= SPARE * kept else 1

@@ -31,7 +31,7 @@ from mpipar.parallel.fsdp.build import modules_of, plan
 from mpipar.parallel.fsdp.config import FsdpConfig, check_offload
 from mpipar.parallel.fsdp.gather import Gatherer
 from mpipar.parallel.fsdp.links import Links
-from mpipar.parallel.fsdp.memory import Memory, measure
+from mpipar.parallel.fsdp.memory import Memory, give_back_freed, measure
 from mpipar.parallel.fsdp.reducer import Reducer
 from mpipar.parallel.fsdp.unit import Cut, Named, Unit
 
@@ -103,6 +103,7 @@ class FSDP:
         self._wrapped: list[Module] = []
         self._wrap(own)
         self._handles = [*self._reducer.handles, _at_the_end(self)]
+        give_back_freed()
 
     def _unit(self, label: str, members: Sequence[Named], cut: Cut) -> Unit | None:
         """Return the unit of these parameters; None without any."""
@@ -212,6 +213,8 @@ class FSDP:
         """
         self._gatherer.give_back()
         self._reducer.pool.clear()
+        self._links.give_back()
+        give_back_freed()
         return self.parameters()
 
     def zero_grad(self) -> None:
@@ -284,12 +287,13 @@ class FSDP:
 
     def memory(self) -> Memory:
         """Return the bytes of all arrays of this FSDP on this rank, as they are now."""
-        return measure(self._units, self._gatherer, self._reducer)
+        return measure(self._units, self._gatherer, self._reducer, self._links)
 
     def memory_stats(self) -> dict[str, float]:
         """Return total_param_memory_mb, local_shard_memory_mb, peak_allgather_memory_mb,
-        memory_saved_mb (2^20 bytes): of the whole parameters, of this rank's shards, of the buffers
-        that they were gathered in so far, and of what this rank need not keep.
+        memory_saved_mb, peak_memory_mb (2^20 bytes): of the whole parameters, of this rank's
+        shards, of the buffers that they were gathered in so far, of what this rank need not keep,
+        and the most of parameters, gradients and messages together.
         """
         return self.memory().stats()
 

@@ -1,0 +1,75 @@
+"""FSDP: what a rank really holds (the system's count) beside what memory_stats says."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpipar as mp
+from mpipar.autograd import add_pump
+from mpipar.bench.train_memory import forget_peak
+
+WIDTH, UNITS, ROWS = 512, 50, 4  # 13.1 M parameters: 210 MB of float32 weights, gradients, moments
+UNIT_BYTES = 4 * WIDTH * WIDTH
+MEGABYTE = 1 << 20
+COUNTS = Path("/proc/self/smaps_rollup")
+
+
+def proportional_bytes() -> int:
+    """Return this process's memory, what it shares with others divided among them."""
+    (line,) = (line for line in COUNTS.read_text().splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) << 10
+
+
+class Chain(mp.nn.Module):
+    """Equal units, and nothing else."""
+
+    def __init__(self, units: int) -> None:
+        self.blocks = [
+            mp.nn.Linear(WIDTH, WIDTH, bias=False, seed=0, name=f"blocks.{n}") for n in range(units)
+        ]
+
+    def forward(self, x: Any) -> Any:
+        for unit in self.blocks:
+            x = unit(x).tanh()
+        return (x * x).sum()
+
+
+def train(units: int, comm: mp.Communicator, steps: int, look: Any) -> Any:
+    """Take steps; call `look` between some nodes of backward and after each update."""
+    net = mp.FSDP(Chain(units), comm, mp.FsdpConfig(), op="sum")
+    optimizer = mp.optim.AdamW(net.parameters(), lr=1e-3)
+    x = mp.Tensor(np.full((ROWS, WIDTH), 0.5, np.float32))
+    nodes = count()
+    pump = add_pump(lambda: next(nodes) % 9 or look())  # reading takes the system milliseconds
+    for _ in range(steps):
+        net.zero_grad()
+        net(x).backward()
+        optimizer.step()
+        look()
+    pump.remove()
+    return net, optimizer
+
+
+def test_what_the_system_counts(world: MPI.Intracomm) -> None:
+    """A rank needs 16 bytes a parameter / ranks x 1.05, two gathered units, and activations."""
+    if not COUNTS.exists():
+        pytest.skip("the system does not count shared memory by process")
+    with mp.Communicator(world) as comm:
+        net, _ = train(2, comm, 2, lambda: None)  # what a process has anyway: code, MPI's buffers
+        net.destroy()
+        del net, _
+        forget_peak()
+        world.Barrier()
+        base, seen = proportional_bytes(), []
+        net, optimizer = train(UNITS, comm, 2, lambda: seen.append(proportional_bytes()))
+        measured = max(seen) - base
+        total, activations = UNITS * WIDTH * WIDTH, UNITS * 2 * 4 * ROWS * WIDTH
+        moments = sum(array.nbytes for array in optimizer.state_dict().values())
+        told = net.memory_stats()["peak_memory_mb"] * MEGABYTE + moments + activations
+        net.destroy()
+    assert measured <= 16 * total / comm.size * 1.05 + 2 * UNIT_BYTES + activations
+    assert measured == pytest.approx(told, rel=0.05)
