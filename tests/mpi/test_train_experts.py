@@ -13,6 +13,7 @@ from mpipar.errors import ConfigError
 from mpipar.models import ModelConfig, build
 from mpipar.parallel.experts.block import ExpertBlock
 from mpipar.parallel.experts.moe import MoE, balance_loss
+from mpipar.parallel.fsdp import FSDP
 from mpipar.parallel.inject import factories
 from mpipar.parallel.mesh import Mesh
 from mpipar.train.config import TrainConfig
@@ -162,6 +163,16 @@ def test_a_model_of_ones_own(world: MPI.Intracomm) -> None:
         loss.backward()
         assert count == 4
         assert np.isfinite(loss.item())
+
+
+def test_spread_experts_are_not_sharded_again(world: MPI.Intracomm) -> None:
+    with Mesh(world, ep=world.size) as mesh:
+        layer = MoE(6, 8, 5, 2, mesh.ep, name="moe", seed=3)
+        if world.size == 1:
+            FSDP(layer, mesh.dp).destroy()
+            return
+        with pytest.raises(ConfigError, match=r"up=.*experts over ep"):
+            FSDP(layer, mesh.dp)
 
 
 def test_refused_on_every_rank(world: MPI.Intracomm, text: str) -> None:

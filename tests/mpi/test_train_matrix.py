@@ -2,26 +2,37 @@
 
 A case is a choice for each of the settings below.  On four ranks the suite runs few of them, such
 that every two values of two settings meet in one where they can; on other numbers of ranks, such
-that every value is in one.  `pytest -m full_matrix` runs all.
+that every value is in one.  `pytest -m full_matrix` runs every case with neither experts nor
+recomputed blocks, and such that every three values meet of all.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 from mpipar.errors import MpiparError
 from mpipar.train.config import TrainConfig
 from mpipar.train.loop import train
-from mpipar.train.report import Row
 from tests.mpi.test_train_layouts import assert_same
 
 TINY = TrainConfig(
-    layers=4, dim=24, seq=18, batch=8, steps=5, dtype="float64", seed=1, sample=2, dropout=0.1
+    layers=4,
+    dim=24,
+    seq=18,
+    batch=8,
+    steps=5,
+    dtype="float64",
+    seed=1,
+    sample=2,
+    dropout=0.1,
+    eval_batches=1,
 )
 Case = dict[str, Any]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv")
@@ -34,7 +45,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "overlap": (False, True),
     "fsdp": ("none", "1", "2", "3"),
-}
+}  # and blocks recomputed or not, and experts or none, spread over any ep ranks
 ONLY_WITH = {  # settings that mean nothing unless an axis of the mesh is longer than 1
     "cp_layout": "cp",
     "schedule": "pp",
@@ -42,6 +53,7 @@ ONLY_WITH = {  # settings that mean nothing unless an axis of the mesh is longer
     "sequence_parallel": "tp",
     "overlap": "tp",
 }
+PAIRED = {**CHOICES, "recompute": (False, True), "experts": (0, 5), "ep": (1, 2, 4)}
 
 
 def shapes(ranks: int) -> Iterator[Case]:
@@ -58,35 +70,60 @@ def configured(case: Case) -> TrainConfig:
     more: Case = {"heads": heads}
     if case["model"] == "llama":
         more |= {"kv_heads": heads // 2 if case["tp"] < 3 else heads, "hidden": 36}
+    if case["experts"] and case["pp"] == 1:  # in a pipeline it is that of each micro-batch
+        more["balance"] = 0.1
+    else:
+        more["balance"] = 0.0
     if case["pp"] == 4 and case.get("schedule") in ("interleaved", "zbv"):
         more["layers"] = 8
     return replace(TINY, **case, **more)
 
 
+def valid(case: Case, ranks: int) -> bool:
+    """Say whether mpipar takes the settings of a case."""
+    try:
+        configured(case).validate(ranks)
+    except MpiparError:
+        return False
+    return True
+
+
+@cache
 def cases(ranks: int) -> list[Case]:
     """Return every case that can run on so many ranks, without those that are the same."""
     found = []
     for shape in shapes(ranks):
         kept = [name for name in CHOICES if name not in ONLY_WITH or shape[ONLY_WITH[name]] > 1]
         for values in product(*(CHOICES[name] for name in kept)):
-            case = {**shape, **dict(zip(kept, values, strict=True))}
-            try:
-                configured(case).validate(ranks)
-            except MpiparError:
-                continue
-            found.append(case)
-    return found
+            case = {**shape, **dict(zip(kept, values, strict=True)), "experts": 0, "ep": 1}
+            if valid(case, ranks):
+                found += [case, {**case, "experts": 5}]
+                spread = ({**case, "experts": 5, "ep": ep} for ep in range(2, ranks + 1))
+                found += [one for one in spread if valid(one, ranks)]
+    return [{**case, "recompute": again} for case in found for again in (False, True)]
 
 
 def covering(all_cases: list[Case], together: int) -> list[Case]:
     """Return few of the cases, in which any so many values that meet in one case do (greedy)."""
-    meetings = [set(combinations(sorted(case.items()), together)) for case in all_cases]
-    missing = set().union(*meetings)
+    names = sorted(set().union(*all_cases))
+    tables = {name: list(dict.fromkeys(case.get(name) for case in all_cases)) for name in names}
+    codes = np.array([[tables[n].index(case.get(n)) for n in names] for case in all_cases])
+    absent = np.array([[n not in case for n in names] for case in all_cases])
+    columns, count = [], 1
+    for group in combinations(range(len(names)), together):
+        keys = codes[:, group] @ (100 ** np.arange(together))
+        meetings = np.unique(keys, return_inverse=True)[1] + count
+        columns.append(np.where(absent[:, group].any(1), 0, meetings))  # 0: none
+        count += len(keys)
+    met = np.stack(columns, 1)  # (cases, groups)
+    missing = np.zeros(count, bool)
+    missing[met] = True
+    missing[0] = False
     chosen = []
-    while missing:
-        best = max(range(len(meetings)), key=lambda n: len(meetings[n] & missing))
+    while missing.any():
+        best = int(missing[met].sum(1).argmax())
         chosen.append(all_cases[best])
-        missing -= meetings[best]
+        missing[met[best]] = False
     return chosen
 
 
@@ -102,16 +139,16 @@ def text(shared_path: Path, world: MPI.Intracomm) -> str:
 
 def run(world: MPI.Intracomm, chosen: list[Case], text: str) -> None:
     """Train every case, and one process for each kind of model; compare."""
-    alone: dict[TrainConfig, list[Row]] = {}
     neutral = {"pp": 1, "cp": 1, "tp": 1, "sequence_parallel": False, "fsdp": "none"}
-    neutral |= {"overlap": False, "schedule": "1f1b", "microbatches": None, "cp_layout": "zigzag"}
-    for case in chosen:
-        config = replace(configured(case), data=text)
-        single = replace(config, **neutral)
-        if single not in alone:
-            alone[single] = train(single, MPI.COMM_SELF)
+    neutral |= {"ep": 1, "recompute": False, "overlap": False, "cp_layout": "zigzag"}
+    neutral |= {"schedule": "1f1b", "microbatches": None}
+    configs = [replace(configured(case), data=text) for case in chosen]
+    kinds = list(dict.fromkeys(replace(config, **neutral) for config in configs))
+    mine = {kind: train(kind, MPI.COMM_SELF) for kind in kinds[world.rank :: world.size]}
+    alone = {kind: rows for part in world.allgather(mine) for kind, rows in part.items()}
+    for case, config in zip(chosen, configs, strict=True):
         try:
-            assert_same(train(config, world), alone[single])
+            assert_same(train(config, world), alone[replace(config, **neutral)])
         except BaseException as error:
             error.add_note(f"case: {case}")
             raise
@@ -119,21 +156,28 @@ def run(world: MPI.Intracomm, chosen: list[Case], text: str) -> None:
 
 @pytest.mark.time_limit(400)
 def test_meshes_give_the_same_numbers(world: MPI.Intracomm, text: str) -> None:
-    run(world, covering(cases(world.size), 2 if world.size == 4 else 1), text)
+    together = 2 if world.size == 4 else 1
+    few = covering(cases(world.size), together) if world.rank == 0 else []
+    run(world, world.bcast(few), text)
 
 
 @pytest.mark.full_matrix
 @pytest.mark.time_limit(36_000)
 def test_every_mesh_gives_the_same_numbers(world: MPI.Intracomm, text: str) -> None:
-    run(world, cases(world.size), text)
+    everything = cases(world.size)
+    plain = [case for case in everything if not case["experts"] and not case["recompute"]]
+    run(world, [*plain, *covering(everything, 3)], text)
 
 
-def test_the_chosen_cases_meet_every_pair() -> None:
+def test_the_chosen_cases_meet_every_pair(world: MPI.Intracomm) -> None:
     """Of the values of two settings, every pair that can be meets in a case."""
+    if world.rank:
+        return
     everything = cases(4)
     few = covering(everything, 2)
     assert len(few) < len(everything) / 10
-    for one, two in combinations(CHOICES, 2):
-        for pair in product(CHOICES[one], CHOICES[two]):
-            where = [case for case in everything if (case.get(one), case.get(two)) == pair]
-            assert not where or any((c.get(one), c.get(two)) == pair for c in few), pair
+    for one, two in combinations(PAIRED, 2):
+        there = {(case.get(one), case.get(two)) for case in everything}
+        met = {(case.get(one), case.get(two)) for case in few}
+        for pair in product(PAIRED[one], PAIRED[two]):
+            assert pair not in there or pair in met, pair

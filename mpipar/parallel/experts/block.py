@@ -9,7 +9,7 @@ balance loss its gradient, a number that is known beforehand:
     loss = cross entropy + balance * sum over layers, micro-batches of (share of tokens) * B
 
 B is the balance loss of a micro-batch, over all ranks that hold tokens of it.  This is the
-MoEAuxLossAutoScaler of Megatron-LM (2024).
+MoEAuxLossAutoScaler of Megatron-Core.
 
 An expert that is full takes the first of its tokens by global row and position, so that the layout
 does not change which are dropped.  In eval() none are.
