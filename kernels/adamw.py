@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from mpipar.kernels.blocks import BLOCK_BYTES, flat, host
+from mpipar.kernels.native import Floats, loop, usable
 
 STEP = BLOCK_BYTES // 16  # elements: w, g, m, v and two of scratch stay in the cache
 
@@ -59,6 +60,20 @@ def adamw_step_cpu(
         np.add(w, b, out=param[part], casting="same_kind", dtype=b.dtype)
 
 
+@loop
+def adamw_loop(
+    w: Floats, grad: Floats, m: Floats, v: Floats, n: int, beta1: float, beta2: float,
+    share1: float, share2: float, rate: float, small: float, keep: float, grad_scale: float,
+) -> None:  # fmt: skip
+    """Update w, m and v; share = 1 - beta, keep = 1 - lr decay, rate and small as above."""
+    for i in range(n):
+        g = grad[i] * grad_scale
+        mean = beta1 * m[i] + share1 * g
+        square = beta2 * v[i] + share2 * g * g
+        m[i], v[i] = mean, square
+        w[i] = keep * w[i] - rate * mean / (np.sqrt(square) + small)
+
+
 def adamw_step(
     param: np.ndarray, grad: np.ndarray, m: np.ndarray, v: np.ndarray,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
@@ -70,6 +85,13 @@ def adamw_step(
     Raises BufferMismatchError if one of them is not contiguous.
     """
     host("adamw", param, grad, m, v)
+    if usable(param, grad, m, v):
+        root = math.sqrt(1 - beta2**step)
+        adamw_loop(
+            param, grad, m, v, param.size, beta1, beta2, 1 - beta1, 1 - beta2,
+            lr * root / (1 - beta1**step), eps * root, 1 - lr * weight_decay, grad_scale,
+        )  # fmt: skip
+        return
     adamw_step_cpu(
         flat("param", param), grad.reshape(-1), flat("m", m), flat("v", v),
         lr, beta1, beta2, eps, weight_decay, step, grad_scale,

@@ -24,6 +24,8 @@ from mpipar.kernels.blocks import (
     store,
     widen,
 )
+from mpipar.kernels.native import Floats, Ints, loop, usable
+from mpipar.kernels.native_math import ONE, ZERO, F, exp, largest
 
 
 def reference(
@@ -75,6 +77,50 @@ def backward_cpu(g: np.ndarray, d: np.ndarray, t: np.ndarray, ignore: int) -> np
     return np.multiply(d, scale[:, None], out=d, casting="same_kind")
 
 
+@loop
+def forward_loop(
+    x: Floats, t: Ints, total: Floats, picked: Floats, average: Floats, d: Floats, n: int, v: int,
+    smoothing: float,
+) -> None:  # fmt: skip
+    """Write d (n, v), and of each row: sum of e^(x - max), x_t - max, and the mean of x - max."""
+    for i in range(n):
+        at, top, both, plain = i * v, largest(x, i * v, i * v + v), ZERO, ZERO
+        for j in range(v):
+            e = exp(x[at + j] - top)
+            d[at + j] = e
+            both += e
+            plain += x[at + j] - top
+        target, share, even = t[i], ONE / both, smoothing / F(v)
+        total[i], picked[i], average[i] = both, x[at + target] - top, plain / F(v)
+        for j in range(v):
+            d[at + j] = d[at + j] * share - even
+        d[at + target] -= ONE - smoothing
+
+
+@loop
+def backward_loop(scale: Floats, d: Floats, n: int, v: int) -> None:
+    """Multiply the rows of d (n, v)."""
+    for i in range(n):
+        for j in range(v):
+            d[i * v + j] *= scale[i]
+
+
+def forward_native(
+    x: np.ndarray, t: np.ndarray, smoothing: float, ignore: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss of each row, and d."""
+    n, v = x.shape
+    total, picked, average = np.empty((3, n), x.dtype)
+    d, valid = np.empty((n, v), x.dtype), t != ignore
+    target = np.where(valid, t, 0).astype(np.int64)
+    forward_loop(x, target, total, picked, average, d, n, v, smoothing)
+    losses = np.log(total) - (1 - smoothing) * picked
+    if smoothing:
+        losses -= smoothing * average
+    losses *= valid
+    return losses, d
+
+
 def forward(
     x: np.ndarray,
     t: np.ndarray,
@@ -93,10 +139,15 @@ def forward(
         first = int(np.flatnonzero(bad)[0])
         rule = f"a target is between 0 and {x.shape[1] - 1}, or ignore_index={ignore}"
         raise ConfigError(explain(f"targets[{first}]", int(t[first]), rule, "Check the vocabulary"))
+    if slope and usable(x):
+        return forward_native(x, t, smoothing, ignore)
     return forward_cpu(matrix(x), t, smoothing, ignore, slope)
 
 
 def backward(g: np.ndarray, d: np.ndarray, t: np.ndarray, ignore: int = -100) -> np.ndarray:
     """Return the gradient of the logits (N, V) from g (N,) and d; it is written over d."""
     host("cross_entropy", g, d, t)
+    if usable(d):
+        backward_loop((g * (t != ignore)).astype(d.dtype, copy=False), d, *d.shape)
+        return d
     return backward_cpu(g, d, t, ignore)

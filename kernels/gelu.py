@@ -1,7 +1,7 @@
 """y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), or exactly x/2 * (1 + erf(x / sqrt(2))).
 
-Hendrycks and Gimpel, Gaussian Error Linear Units (2016).  Forward also gives dy/dx when asked, so
-that backward is one product and x need not be kept:
+Hendrycks and Gimpel, Gaussian Error Linear Units (2016).  Backward computes dy/dx
+again from x, of which nothing else is kept:
 
     tanh:  dy/dx = (1 + t)/2 + x/2 * (1 - t^2) * sqrt(2/pi) * (1 + 3 * 0.044715 x^2)
     none:  dy/dx = (1 + erf(x / sqrt 2))/2 + x * exp(-x^2/2) / sqrt(2 pi)
@@ -15,9 +15,13 @@ import numpy as np
 from mpipar.arrays import compute_dtype
 from mpipar.errors import ConfigError, explain
 from mpipar.kernels.blocks import element_blocks, element_scratch, host, place, store, widen
+from mpipar.kernels.native import Floats, loop, usable
+from mpipar.kernels.native_math import ONE, F, exp
 
 ROOT = math.sqrt(2 / math.pi)
 CUBIC = 0.044715
+LINEAR, CUBE, THREE = F(-2 * ROOT), F(-2 * ROOT * CUBIC), F(3)  # -2u = x (LINEAR + CUBE x^2)
+LOWEST, HIGHEST = F(-8), F(8)  # beyond, dy/dx is 0 or 1 and changes no more
 
 
 def reference(x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
@@ -28,25 +32,23 @@ def reference(x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
     return z / 2 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2)))
 
 
-def forward_cpu(
-    x: np.ndarray, approximate: str, derivative: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return y and, if asked, dy/dx."""
+def blocks_cpu(x: np.ndarray, approximate: str, g: np.ndarray | None) -> np.ndarray:
+    """Return y, or g dy/dx if g is given."""
     flat, out = x.reshape(-1), np.empty(x.shape, x.dtype)
-    slope = np.empty(x.shape, x.dtype) if derivative else None
-    ys, ds = out.reshape(-1), None if slope is None else slope.reshape(-1)
+    results, grads = out.reshape(-1), None if g is None else g.reshape(-1)
     wide = compute_dtype(x.dtype)
     space = element_scratch(4, flat.size, wide)
     rule = _tanh_block if approximate == "tanh" else _exact_block
     for block in element_blocks(flat.size, wide.itemsize):
         part = widen(flat[block])
-        y = place(ys, block, space[2])
-        d = None if ds is None else place(ds, block, space[3])
-        rule(part, y, d, space[:2, : len(part)])
-        store(ys, block, y)
-        if ds is not None and d is not None:
-            store(ds, block, d)
-    return out, slope
+        target = place(results, block, space[2])
+        if grads is None:
+            rule(part, target, None, space[:2, : len(part)])
+        else:
+            rule(part, space[3, : len(part)], target, space[:2, : len(part)])
+            target *= widen(grads[block])
+        store(results, block, target)
+    return out
 
 
 def _tanh_block(x: np.ndarray, y: np.ndarray, d: np.ndarray | None, space: np.ndarray) -> None:
@@ -83,6 +85,25 @@ def _exact_block(x: np.ndarray, y: np.ndarray, d: np.ndarray | None, space: np.n
         d += s
 
 
+@loop
+def forward_loop(x: Floats, y: Floats, n: int) -> None:
+    """Write y for the tanh: y = x / (1 + e^-2u), as (1 + tanh u)/2 = 1 / (1 + e^-2u)."""
+    for i in range(n):
+        v = x[i]
+        y[i] = v / (ONE + exp(v * (LINEAR + CUBE * v * v)))
+
+
+@loop
+def backward_loop(x: Floats, g: Floats, dx: Floats, n: int) -> None:
+    """Write g dy/dx for the tanh: with s = (1 + t)/2, dy/dx = s + x s (1 - s) 2 du/dx."""
+    for i in range(n):
+        v = LOWEST if x[i] < LOWEST else HIGHEST if x[i] > HIGHEST else x[i]
+        square = v * v
+        e = exp(v * (LINEAR + CUBE * square))
+        s = ONE / (ONE + e)
+        dx[i] = g[i] * (s - v * s * (e * s) * (LINEAR + THREE * CUBE * square))
+
+
 @functools.cache
 def _erf_coefficients() -> tuple[float, ...]:
     """Return Chebyshev coefficients of log(erfc(z)/t) + z^2 in 2t - 1, where t = 2 / (2 + z)."""
@@ -116,12 +137,24 @@ def erf(x: np.ndarray) -> np.ndarray:
     return np.copysign(1 - tail, x)
 
 
-def forward(
-    x: np.ndarray, approximate: str = "tanh", derivative: bool = False
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return y and, if asked, dy/dx, both like x.  Raises ConfigError for another approximation."""
+def forward(x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
+    """Return y, like x.  Raises ConfigError for another approximation."""
     if approximate not in ("tanh", "none"):
         rule = 'it is "tanh" or "none"'
         raise ConfigError(explain("approximate", approximate, rule, "Choose one of them"))
     host("gelu", x)
-    return forward_cpu(x, approximate, derivative)
+    if approximate == "tanh" and usable(x):
+        y = np.empty(x.shape, x.dtype)
+        forward_loop(x, y, x.size)
+        return y
+    return blocks_cpu(x, approximate, None)
+
+
+def backward(g: np.ndarray, x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
+    """Return the gradient of x from g, that of y."""
+    host("gelu", g, x)
+    if approximate == "tanh" and usable(g, x):
+        dx = np.empty(x.shape, x.dtype)
+        backward_loop(x, g, dx, x.size)
+        return dx
+    return blocks_cpu(x, approximate, g)

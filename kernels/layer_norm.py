@@ -11,7 +11,10 @@ import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.kernels.blocks import host, matrix, place, row_blocks, row_sums, scratch, store, widen
+from mpipar.kernels.native import Floats, loop, usable
+from mpipar.kernels.native_math import ONE, ZERO, F
 
+ROWS = 32  # whose sums are taken alone
 Stats = tuple[np.ndarray, np.ndarray]  # mean and 1 / standard deviation of each row, (N,)
 
 
@@ -77,11 +80,66 @@ def backward_cpu(
     return dx, dw.astype(w.dtype, copy=False), db.astype(w.dtype, copy=False)
 
 
+@loop
+def forward_loop(
+    x: Floats, w: Floats, b: Floats, y: Floats, mean: Floats, rstd: Floats,
+    n: int, d: int, eps: float,
+) -> None:  # fmt: skip
+    """Write y (n, d) and the statistics of its rows (n,)."""
+    for i in range(n):
+        at, total, square = i * d, ZERO, ZERO
+        for j in range(d):
+            total += x[at + j]
+        middle = total / F(d)
+        for j in range(d):
+            away = x[at + j] - middle
+            square += away * away
+        r = ONE / np.sqrt(square / F(d) + eps)
+        for j in range(d):
+            y[at + j] = (x[at + j] - middle) * r * w[j] + b[j]
+        mean[i], rstd[i] = middle, r
+
+
+@loop
+def backward_loop(
+    g: Floats, x: Floats, w: Floats, mean: Floats, rstd: Floats,
+    dx: Floats, dw: Floats, db: Floats, part: Floats, n: int, d: int,
+) -> None:  # fmt: skip
+    """Write dx (n, d), and dw and db (d,); part is scratch (2, d).
+
+    Of every ROWS rows the sums are taken alone, and then added to those of the rows before.
+    """
+    for j in range(d):
+        dw[j], db[j] = ZERO, ZERO
+    for start in range(0, n, ROWS):
+        for j in range(2 * d):
+            part[j] = ZERO
+        for i in range(start, min(start + ROWS, n)):
+            at, middle, r, a, b = i * d, mean[i], rstd[i], ZERO, ZERO
+            for j in range(d):
+                dy, away = g[at + j], (x[at + j] - middle) * r
+                a += dy * w[j]
+                b += dy * w[j] * away
+                part[j] += dy * away
+                part[d + j] += dy
+            a, b = a / F(d), b / F(d)
+            for j in range(d):
+                dx[at + j] = r * (g[at + j] * w[j] - a - (x[at + j] - middle) * r * b)
+        for j in range(d):
+            dw[j] += part[j]
+            db[j] += part[d + j]
+
+
 def forward(
     x: np.ndarray, w: np.ndarray, b: np.ndarray, eps: float = 1e-5
 ) -> tuple[np.ndarray, Stats]:
     """Return y (like x) and the statistics for backward: x (..., D), w and b (D,)."""
     host("layer_norm", x, w, b)
+    if usable(x, w, b):
+        n, d, y = x.size // max(x.shape[-1], 1), x.shape[-1], np.empty(x.shape, x.dtype)
+        mean, rstd = np.empty(n, x.dtype), np.empty(n, x.dtype)
+        forward_loop(x, w, b, y, mean, rstd, n, d, eps)
+        return y, (mean, rstd)
     return forward_cpu(x, w, b, eps)
 
 
@@ -90,4 +148,8 @@ def backward(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the gradients of x, w and b from g, that of y."""
     host("layer_norm", g, x, w)
+    if usable(g, x, w, *stats):
+        dx, dw, db, part = (np.empty(s, x.dtype) for s in (x.shape, w.shape, w.shape, 2 * w.size))
+        backward_loop(g, x, w, *stats, dx, dw, db, part, stats[0].size, w.size)
+        return dx, dw, db
     return backward_cpu(g, x, w, stats)

@@ -2,16 +2,18 @@
 
 Elfwing, Uchibe, Doya (2017); Shazeer, GLU Variants Improve Transformer (2020).
 
-    silu:    dy/dx = s + x s (1 - s)            forward gives it when asked
+    silu:    dx = g * (s + x s (1 - s))
     swiglu:  dgate = g * up * (s + gate s (1 - s)),  dup = g * gate * s
 
-s is computed as (1 + tanh(x/2)) / 2: no overflow, and tanh is the fastest of the functions.
+s is computed by NumPy as (1 + tanh(x/2)) / 2: no overflow, and tanh is the fastest there.
 """
 
 import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.kernels.blocks import element_blocks, element_scratch, host, place, store, widen
+from mpipar.kernels.native import Floats, loop, usable
+from mpipar.kernels.native_math import ONE, exp
 
 
 def reference(x: np.ndarray, up: np.ndarray | None = None) -> np.ndarray:
@@ -36,29 +38,38 @@ def _slope(s: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     out += s
 
 
-def forward_cpu(
-    x: np.ndarray, up: np.ndarray | None, derivative: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return y and, if asked, dy/dx (of silu)."""
+def forward_cpu(x: np.ndarray, up: np.ndarray | None) -> np.ndarray:
+    """Return silu(x), times `up` if given."""
     out = np.empty(x.shape, x.dtype)
-    slope = np.empty(x.shape, x.dtype) if derivative else None
     flat, ys = x.reshape(-1), out.reshape(-1)
-    ups, ds = None if up is None else up.reshape(-1), None if slope is None else slope.reshape(-1)
+    ups = None if up is None else up.reshape(-1)
     wide = compute_dtype(x.dtype)
-    space = element_scratch(3, flat.size, wide)
+    space = element_scratch(2, flat.size, wide)
     for block in element_blocks(flat.size, wide.itemsize):
         part = widen(flat[block])
         s, y = space[0, : len(part)], place(ys, block, space[1])
         _sigmoid(part, s)
         np.multiply(part, s, out=y)
-        if ds is not None:
-            d = place(ds, block, space[2])
-            _slope(s, y, d)
-            store(ds, block, d)
         if ups is not None:
             y *= widen(ups[block])
         store(ys, block, y)
-    return out, slope
+    return out
+
+
+def backward_cpu(g: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return the gradient of x in silu(x)."""
+    dx = np.empty(x.shape, x.dtype)
+    flat, grads, result = x.reshape(-1), g.reshape(-1), dx.reshape(-1)
+    wide = compute_dtype(x.dtype)
+    space = element_scratch(3, flat.size, wide)
+    for block in element_blocks(flat.size, wide.itemsize):
+        part = widen(flat[block])
+        s, y, d = space[0, : len(part)], space[1, : len(part)], place(result, block, space[2])
+        _sigmoid(part, s)
+        _slope(s, np.multiply(part, s, out=y), d)
+        d *= widen(grads[block])
+        store(result, block, d)
+    return dx
 
 
 def swiglu_backward_cpu(
@@ -88,16 +99,68 @@ def swiglu_backward_cpu(
     return dgate, dup
 
 
-def forward(x: np.ndarray, derivative: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return silu(x) and, if asked, its derivative, both like x."""
+@loop
+def forward_loop(x: Floats, y: Floats, n: int) -> None:
+    """Write y = silu(x)."""
+    for i in range(n):
+        y[i] = x[i] / (ONE + exp(-x[i]))
+
+
+@loop
+def backward_loop(x: Floats, g: Floats, dx: Floats, n: int) -> None:
+    """Write dx of silu."""
+    for i in range(n):
+        s = ONE / (ONE + exp(-x[i]))
+        dx[i] = g[i] * (s + x[i] * s * (ONE - s))
+
+
+@loop
+def swiglu_loop(gate: Floats, up: Floats, y: Floats, n: int) -> None:
+    """Write y = silu(gate) * up."""
+    for i in range(n):
+        y[i] = gate[i] / (ONE + exp(-gate[i])) * up[i]
+
+
+@loop
+def swiglu_backward_loop(
+    gate: Floats, up: Floats, g: Floats, dgate: Floats, dup: Floats, n: int
+) -> None:
+    """Write the gradients of gate and up."""
+    for i in range(n):
+        x, dy = gate[i], g[i]
+        s = ONE / (ONE + exp(-x))
+        dup[i] = dy * x * s
+        dgate[i] = dy * up[i] * (s + x * s * (ONE - s))
+
+
+def forward(x: np.ndarray) -> np.ndarray:
+    """Return silu(x), like x."""
     host("silu", x)
-    return forward_cpu(x, None, derivative)
+    if usable(x):
+        y = np.empty(x.shape, x.dtype)
+        forward_loop(x, y, x.size)
+        return y
+    return forward_cpu(x, None)
+
+
+def backward(g: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return the gradient of x from g, that of silu(x)."""
+    host("silu", g, x)
+    if usable(g, x):
+        dx = np.empty(x.shape, x.dtype)
+        backward_loop(x, g, dx, x.size)
+        return dx
+    return backward_cpu(g, x)
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Return silu(gate) * up; both have one shape and dtype."""
     host("swiglu", gate, up)
-    return forward_cpu(gate, up, False)[0]
+    if usable(gate, up):
+        y = np.empty(gate.shape, gate.dtype)
+        swiglu_loop(gate, up, y, y.size)
+        return y
+    return forward_cpu(gate, up)
 
 
 def swiglu_backward(
@@ -105,4 +168,8 @@ def swiglu_backward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the gradients of gate and up from g, that of y."""
     host("swiglu", g, gate, up)
+    if usable(g, gate, up):
+        dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
+        swiglu_backward_loop(gate, up, g, dgate, dup, g.size)
+        return dgate, dup
     return swiglu_backward_cpu(g, gate, up)

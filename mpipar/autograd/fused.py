@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
-from mpipar.autograd.record import array, record, wanted
+from mpipar.autograd.record import array, record
 from mpipar.autograd.reductions import one_dim
 from mpipar.autograd.tensor import Tensor, check_float
 from mpipar.errors import BufferMismatchError, ConfigError, explain
@@ -55,22 +55,17 @@ def gelu(x: Any, approximate: str = "tanh") -> Tensor:
     approximate: "tanh" (GPT-2's), or "none" for the exact error function.
     Raises ConfigError for another one.
     """
-    check_float("gelu", array(x))
-    y, slope = gelu_kernel.forward(array(x), approximate, wanted(x))
-    return record(y, (x,), lambda g: _scaled(slope, g))
+    data = array(x)
+    check_float("gelu", data)
+    y = gelu_kernel.forward(data, approximate)
+    return record(y, (x,), lambda g: gelu_kernel.backward(g, data, approximate))
 
 
 def silu(x: Any) -> Tensor:
     """Return x * sigmoid(x): Elfwing et al. (2017)."""
-    check_float("silu", array(x))
-    y, slope = silu_kernel.forward(array(x), wanted(x))
-    return record(y, (x,), lambda g: _scaled(slope, g))
-
-
-def _scaled(slope: Array | None, g: Array) -> Array:
-    """Return g * slope, written over the slope, which nothing needs after backward."""
-    assert slope is not None
-    return np.multiply(g, slope, out=slope)
+    data = array(x)
+    check_float("silu", data)
+    return record(silu_kernel.forward(data), (x,), lambda g: silu_kernel.backward(g, data))
 
 
 def swiglu(gate: Any, up: Any) -> Tensor:

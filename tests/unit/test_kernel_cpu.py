@@ -87,8 +87,8 @@ def test_layer_norm_far_from_zero() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gelu(shape: tuple, approximate: str, dtype: str) -> None:
     x = 3 * normal(*shape, dtype=dtype)
-    y, slope = gelu.forward(x, approximate, derivative=True)
-    assert slope is not None
+    y = gelu.forward(x, approximate)
+    slope = gelu.backward(np.ones_like(x), x, approximate)
     assert y.dtype == slope.dtype == x.dtype
     if x.size:
         eps = float(ml_dtypes.finfo(x.dtype).eps)
@@ -109,7 +109,7 @@ def test_error_function() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_silu_and_swiglu(shape: tuple, dtype: str) -> None:
     x, up = 3 * normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
-    y, _ = silu.forward(x)
+    y = silu.forward(x)
     z = silu.swiglu(x, up)
     assert y.dtype == z.dtype == x.dtype
     close(y, silu.reference(x))
