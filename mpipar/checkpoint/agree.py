@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpipar.errors import ConfigError, MpiparError, explain
+from mpipar import rng
+from mpipar.errors import ConfigError, MismatchError, MpiparError, explain
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.pipeline.agreement import exchange
 
@@ -34,6 +35,16 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
         fault = error
     exchange(comm, (), fault)
     return value[0]
+
+
+def same(comm: Communicator, call: str, arguments: tuple[object, ...]) -> None:
+    """Collective: raise MismatchError on every rank if one of them passed other arguments."""
+    keys = exchange(comm, (rng.key(0, arguments) >> 1,))[:, 0].tolist()
+    usual = max(keys, key=keys.count)
+    for rank, key in enumerate(keys):
+        if key != usual:
+            rule = f"every rank must pass the same to {call}, but rank {rank} did not"
+            raise MismatchError(explain("arguments", arguments, rule, "Pass the same"))
 
 
 def on_first(comm: Communicator, action: Callable[[], str | None]) -> str:

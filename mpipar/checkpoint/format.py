@@ -2,7 +2,7 @@
 
     8 bytes   length of the JSON text, little-endian
     JSON      {"wte.weight": {"dtype": "F32", "shape": [1000, 64], "data_offsets": [0, 256000]},
-               ...}, padded with spaces to a multiple of 8 bytes
+               ...}, padded with spaces to a whole page
     data      the tensors, row-major, little-endian, one behind the other without gaps
 
 Tensors stand in the order of their element size, largest first, and then of their names, so each
@@ -27,7 +27,7 @@ CODES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 NAMES = {code: name for name, code in CODES.items()}
-ALIGNMENT = 8
+ALIGNMENT = 4096  # bytes, a page: rows of a power of two are then written page by page
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def lay_out(tensors: Iterable[Place]) -> Head:
         }
         at += one.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     text = len(text).to_bytes(8, "little") + text
     places = []
     for one in ordered:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.checkpoint import place
-from mpipar.checkpoint.agree import on_first, together, world_of
+from mpipar.checkpoint.agree import on_first, same, together, world_of
 from mpipar.checkpoint.entries import STATE, Entry, files_of
 from mpipar.checkpoint.format import Head, parse
 from mpipar.checkpoint.layout import runs_of
@@ -47,11 +47,12 @@ def load(
     if comm in IN_FLIGHT:
         IN_FLIGHT[comm].wait()
     files = together(comm, lambda: files_of(like))
+    same(comm, "mp.load", (str(directory), sorted(files), step))
     folder = Path(directory) if step is None else Path(directory) / place.step_name(step)
     told = json.loads(on_first(comm, lambda: _look(folder, [key + SUFFIX for key in files])))
     found = place.Found(Path(told["folder"]), told["manifest"])
     heads = {}
-    for key, entries in files.items():
+    for key, entries in sorted(files.items()):
         name = key + SUFFIX
         heads[name] = parse(bytes.fromhex(told["heads"][name]), str(found.folder / name))
         _compare(comm, key, entries, heads[name])

@@ -60,7 +60,8 @@ def begin(target: Path) -> Path:
             raise CheckpointError(f"{target} is a file: pass the path of a folder")
         if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists():
             raise CheckpointError(f"{target} holds something else: pass a new folder")
-        for left in target.parent.glob(f".{target.name}.tmp-*"):
+        which = "step-*" if target.name.startswith("step-") else target.name
+        for left in target.parent.glob(f".{which}.tmp-*"):
             shutil.rmtree(left, ignore_errors=True)
         folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
         folder.mkdir()
@@ -110,10 +111,15 @@ def finish(
         if target.exists():  # a folder cannot be renamed onto one that is not empty
             old = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
             target.rename(old)
-        folder.rename(target)
+        try:
+            folder.rename(target)
+        except OSError:
+            if old is not None:
+                old.rename(target)
+            raise
         _sync(target.parent)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        for left in target.parent.glob(f".{target.name}.old-*"):
+            shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
 
@@ -153,10 +159,11 @@ def find(directory: Path) -> Found:
     Where the folder itself was being replaced when a job was killed, it is the one that was moved
     aside.  Raises CheckpointError if there is none.
     """
-    aside = sorted(directory.parent.glob(f".{directory.name}.*"))
-    for folder in (directory, *aside):
-        if found := read_manifest(folder):
-            return found
+    if found := read_manifest(directory):
+        return found
+    aside = [read_manifest(one) for one in directory.parent.glob(f".{directory.name}.*")]
+    if complete := [one for one in aside if one]:
+        return max(complete, key=lambda one: one.saved)
     if steps := all_in(directory):
         return steps[0]
     if not directory.exists():

@@ -15,13 +15,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpipar.checkpoint import place
-from mpipar.checkpoint.agree import on_first, together, world_of
+from mpipar.checkpoint.agree import on_first, same, together, world_of
 from mpipar.checkpoint.checksum import Sums
 from mpipar.checkpoint.entries import STATE, files_of
 from mpipar.checkpoint.share import Share, share_out
@@ -86,9 +85,8 @@ class Saving:
 
     def write(self) -> None:
         """Collective: write through MPI-IO."""
-        raw = cast(MPI.Intracomm, self._comm.process_group.raw)
         for name, share in self._shares.items():
-            self._sums[name], fault = write_together(raw, self._hidden / name, share)
+            self._sums[name], fault = write_together(self._comm, self._hidden / name, share)
             self._fault = self._fault or fault
             self._add_head(name)
 
@@ -165,7 +163,8 @@ def save(
     if comm in IN_FLIGHT:
         IN_FLIGHT[comm].wait()
     files, state = together(comm, lambda: _parts(tree, step, keep))
-    shares = {key + SUFFIX: share_out(comm, key, entries) for key, entries in files.items()}
+    same(comm, "mp.save", (str(directory), sorted(files), step, keep, async_op))
+    shares = {key + SUFFIX: share_out(comm, key, entries) for key, entries in sorted(files.items())}
     target = Path(directory) if step is None else Path(directory) / place.step_name(step)
     hidden = Path(on_first(comm, lambda: str(_prepare(target, shares))))
     saving = Saving(comm, target, hidden, shares, state)

@@ -13,6 +13,7 @@ Memory: one round.
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -21,8 +22,10 @@ from mpipar.checkpoint.checksum import Sums
 from mpipar.checkpoint.layout import Runs
 from mpipar.checkpoint.share import Share
 from mpipar.errors import CheckpointError
+from mpipar.parallel.communicator import Communicator
 
 ROUND = 1 << 22  # bytes that a rank writes at a time
+LONG = 1 << 12  # bytes of a run, from which on it is no use to join it with those of other ranks
 Part = tuple[np.ndarray, Runs]  # bytes, and where they go
 
 
@@ -79,16 +82,35 @@ def head_sums(share: Share) -> Sums:
     return sums
 
 
-def write_together(raw: MPI.Intracomm, path: Path, share: Share) -> tuple[Sums, str]:
+def _hints(comm: Communicator, share: Share) -> MPI.Info:
+    """Collective: let ROMIO write long runs as they are, not joined on one rank of each node.
+
+    Joined, 1 GiB of columns of 4 KiB costs twice the processor time.
+    """
+    own = [piece.runs for piece in share.pieces if piece is not None]
+    sums = np.array([sum(r.total for r in own), sum(len(r.where) for r in own)], np.int64)
+    nbytes, count = comm.all_reduce(sums) if comm.size > 1 else sums
+    info = MPI.Info.Create()
+    if nbytes >= LONG * count:
+        info.Set("romio_cb_write", "disable")
+        info.Set("romio_ds_write", "disable")
+    return info
+
+
+def write_together(comm: Communicator, path: Path, share: Share) -> tuple[Sums, str]:
     """Collective: write this rank's pieces into a file that is there, and sync it to disk.
 
     Returns what they add to its checksums, and what went wrong, on this rank: "" if nothing did.
     """
     sums, fault = Sums(share.head.nbytes), ""
+    raw = cast(MPI.Intracomm, comm.process_group.raw)
+    hints = _hints(comm, share)
     try:
-        file = MPI.File.Open(raw, os.fspath(path), MPI.MODE_WRONLY)
+        file = MPI.File.Open(raw, os.fspath(path), MPI.MODE_WRONLY, hints)
     except MPI.Exception as error:  # on every rank
         return sums, f"{path} cannot be opened: {error.Get_error_string()}"
+    finally:
+        hints.Free()
     for data, runs in rounds(share):
         sums.add(data, runs.where, runs.length)
         try:
