@@ -192,10 +192,6 @@ def _pipeline(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     stages = config.stages(dp)
     rule = f"each of the {stages} stages has at least one layer"
     yield "layers", config.layers >= stages, rule, f"Pass --layers {stages} or more, or less --pp"
-    splits = config.schedule not in ("gpipe", "1f1b", "interleaved")
-    good = config.fsdp == "none" or (config.fsdp != "3" and not splits)
-    rule = "with a pipeline it is none, or 1 or 2 under gpipe, 1f1b and interleaved"
-    yield "fsdp", good, rule, "Pass --fsdp none, or another --schedule"
 
 
 def _memory(config: "TrainConfig", dp: int) -> Iterator[Rule]:

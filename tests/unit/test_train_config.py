@@ -34,7 +34,6 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
     (2, {"pp": 2, "accumulate": 2, "microbatches": 5}, ["microbatches=5", "--microbatches 4"]),
     (2, {"pp": 2, "chunks": 2}, ["chunks=2", "1f1b"]),
     (2, {"microbatches": 2}, ["microbatches=2", "--pp 2"]),
-    (2, {"pp": 2, "fsdp": "3"}, ["fsdp='3'", "--fsdp none"]),
     (2, {"sequence_parallel": True}, ["sequence_parallel=True", "--tp 2"]),
     (4, {"cp": 4, "seq": 7}, ["seq=7", "--seq 8"]),
     (8, {"cp": 8, "cp_layout": "ulysses"}, ["heads=4", "8 ranks", "zigzag"]),
