@@ -6,7 +6,7 @@ those.  The name of a parameter is its attribute path, as in PyTorch:
 counts once, under the first.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -23,16 +23,18 @@ class Parameter(Tensor):
     """A Tensor that is trained; `spec` says which block of which global array it holds.
 
     home: memory that the gradient shall lie in (part of a bucket that travels as one message); None
-    where it is all the same.
+    where it is all the same.  on_update: called by an optimiser before it changes parameters.
     """
 
-    __slots__ = ("home", "spec")
+    __slots__ = ("home", "on_update", "spec")
     home: Array | None
+    on_update: Callable[[], object] | None
 
     def __init__(self, data: Array, spec: Spec | None = None) -> None:
         """Take the local block.  spec=None: the whole of an array without a name."""
         super().__init__(data, requires_grad=True)
         self.home = None
+        self.on_update = None
         self.spec = Spec.replicated("", self.data.shape) if spec is None else spec
 
 

@@ -111,6 +111,8 @@ class Optimizer:
             settings = {key: value for key, value in group.items() if key != "params"}
             check_settings(settings, f"param_groups[{number}]")
             for param in group["params"]:
+                if (told := getattr(param, "on_update", None)) is not None:
+                    told()
                 if param.grad is not None and param.grad.shape != param.data.shape:
                     name = f"grad.shape of {self.names[id(param)]}"
                     rule = f"it must be that of the parameter, {param.data.shape}"

@@ -30,6 +30,7 @@ def modules_of(module: Module, units: Sequence[Module] | None) -> list[Module]:
     """
     if units is None:
         units = getattr(module, "blocks", [])
+        units = list(units.values()) if isinstance(units, dict) else units
         units = [block for block in units if isinstance(block, Module)]
     below = {id(child) for child in module.modules()} - {id(module)}
     for number, unit in enumerate(units):

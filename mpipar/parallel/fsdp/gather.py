@@ -9,7 +9,7 @@ views of their weights for backward:
 
 All ranks gather the same units in the same order: at each use the unit itself, if it is not there,
 and then its neighbour, whatever the rank's data look like.  Else (ZeRO-1 and 2, or a copy that is
-not cut) every unit has a buffer that stays, and is gathered once a step.
+not cut) every unit has a buffer that stays, and is gathered once a step (watch.py says when).
 
 Cost of a step: two all_gathers of the parameters if they are freed, else one.
 """

@@ -136,6 +136,7 @@ class Unit:
         self.whole = None
         for number, param in enumerate(self.params):
             param.data = self.xp.array(self.view(whole, number))
+            param.on_update = None
 
     @property
     def shard_bytes(self) -> int:

@@ -34,6 +34,7 @@ from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.memory import Memory, give_back_freed, measure
 from mpipar.parallel.fsdp.reducer import Reducer
 from mpipar.parallel.fsdp.unit import Cut, Named, Unit
+from mpipar.parallel.fsdp.watch import Watch
 
 
 class FSDP:
@@ -98,6 +99,7 @@ class FSDP:
         how = (links, op, config.keeps_gradients, wire, config.bucket_mb)
         self._reducer = Reducer(self._base, self._own, *how)
         self._shards = self._by_name()
+        self._watch = Watch(self._units)
         self._expected = False  # whether the backward that runs is one of this module
         self._quiet = 0  # how many `no_sync` blocks this is in
         self._wrapped: list[Module] = []
@@ -148,7 +150,10 @@ class FSDP:
         return enter, back
 
     def _enter(self) -> None:
-        self._gatherer.begin(changed=not self._reducer.is_pending)
+        if self._gatherer.held:
+            self._gatherer.begin(changed=False)
+        else:
+            self._gatherer.begin(self._watch.changed(self._reducer.is_pending))
 
     def _leave(self, recorded: bool) -> None:
         if not recorded:
@@ -168,7 +173,7 @@ class FSDP:
         self._gatherer.rest()
         self._reducer.end()
         if not self._reducer.quiet:
-            self._reducer.sync()
+            self.sync_gradients()
 
     def _narrowed(self, x: Any) -> Any:
         """Return a Tensor in the dtype that is computed with."""
@@ -209,8 +214,9 @@ class FSDP:
     def shard_parameters(self) -> list[Parameter]:
         """Give back the memory of gathered parameters and whole gradients; return the shards.
 
-        The next step takes it again.
+        The next step takes it again, so shards that were written to are gathered anew.
         """
+        self._watch.written()
         self._gatherer.give_back()
         self._reducer.pool.clear()
         self._links.give_back()
@@ -239,6 +245,7 @@ class FSDP:
     def sync_gradients(self) -> None:
         """Collective: reduce what backwards under `no_sync` have added up."""
         self._reducer.sync()
+        self._watch.reduced()
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -247,6 +254,7 @@ class FSDP:
         For what not all ranks do alike: sampling on one of them, or unequal numbers of batches.
         Values are to be read only, and backward is not to be run.
         """
+        self._watch.gathered()
         self._gatherer.hold()
         try:
             yield
@@ -261,6 +269,7 @@ class FSDP:
 
     def load_state_dict(self, shards: Mapping[str, Any]) -> None:
         """Copy what state_dict() gave on this rank into the shards."""
+        self._watch.written()
         state.load_shards(self._shards, shards)
 
     def full_state_dict(self) -> dict[str, Array]:
@@ -276,6 +285,7 @@ class FSDP:
 
         Raises ConfigError naming what is missing, unexpected, or of another shape.
         """
+        self._watch.written()
         state.load_state(self._units, whole)
 
     def shard_metadata(self) -> list[state.ShardInfo]:
