@@ -1,50 +1,45 @@
-"""Do the kernels compile: Numba works, and what it compiles can be kept for the next run."""
+"""Are the kernels compiled: Numba works, and the machine code can be kept for the next run.
 
+The first process of a machine compiles all loops in another process, for about ten seconds; the
+others, and later runs, load the file (kernels/native.py).
+"""
+
+import importlib.util
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import mpipar.kernels
-from mpipar.doctor.finding import Check, Facts, Finding, Job, median, who
-from mpipar.doctor.machine import Machine
+from mpipar.doctor.finding import Check, Facts, Finding, Job, who
+from mpipar.doctor.machine import Machine, rest
+from mpipar.errors import ConfigError
+from mpipar.kernels import native
 
 
 def probe(machine: Machine) -> Facts:
-    """Compile a small loop, and look where the result would be kept."""
+    """Compile or load the loops: the node's first rank, and then the others."""
+    local = machine.team.local
+    if not machine.leads:
+        rest(local.Ibarrier())
     start = time.perf_counter()
-    error = _compile()
-    return {
-        "error": error,
-        "seconds": round(time.perf_counter() - start, 3),
-        "caches": [str(folder) for folder in caches() if _writable(folder)],
+    error, used = "", False
+    try:
+        used = native.compile_cpu()
+    except (ConfigError, OSError) as wrong:
+        error = " ".join(str(wrong).split())[-300:]
+    seconds = round(time.perf_counter() - start, 3)
+    if machine.leads:
+        rest(local.Ibarrier())
+    return {"error": error, "used": used, "seconds": seconds} | {
+        "numba": importlib.util.find_spec("numba") is not None,
+        "cache": str(cache()),
+        "kept": _writable(cache()),
     }
 
 
-def _compile() -> str:
-    """Return "" if Numba compiles and runs a function, or what went wrong."""
-    try:
-        import numba
-
-        @numba.njit
-        def total(n: int) -> int:
-            """Add up numbers."""
-            amount = 0
-            for i in range(n):
-                amount += i
-            return amount
-
-        return "" if total(5) == 10 else "it computes wrong sums"
-    except Exception as error:  # whatever LLVM or Numba raise is what is being looked for
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def caches() -> list[Path]:
-    """Return the folders in which Numba tries to keep what it has compiled, first come first."""
-    named = os.environ.get("NUMBA_CACHE_DIR")
-    beside = Path(next(iter(mpipar.kernels.__path__))) / "__pycache__"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
-    return [Path(named)] if named else [beside, home]
+def cache() -> Path:
+    """Return the folder in which the machine code is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpipar"
 
 
 def _writable(folder: Path) -> bool:
@@ -58,16 +53,24 @@ def judge(told: Sequence[Facts], job: Job) -> Finding:
     facts = [{"rank": rank, **one} for rank, one in enumerate(told)]
     broken = [rank for rank, one in enumerate(told) if one["error"]]
     if broken:
-        words = f"Numba does not compile ({who(broken)}): {told[broken[0]]['error']}"
-        fix = "Install numba and llvmlite that fit this Python: pip install --upgrade numba"
+        words = f"the loops do not compile ({who(broken)}): {told[broken[0]]['error']}"
+        fix = "Install a numba that fits this Python; MPIPAR_NUMBA=0 does without"
         return Finding("kernels", "problem", words, fix, facts)
-    words = f"compile, in {median(one['seconds'] for one in told):.1f} s"
-    nowhere = [rank for rank, one in enumerate(told) if not one["caches"]]
+    absent = [rank for rank, one in enumerate(told) if not one["numba"]]
+    if absent:
+        words = f"Numba is not installed ({who(absent)}): NumPy does its work, more slowly"
+        return Finding("kernels", "note", words, "pip install numba", facts)
+    unused = [rank for rank, one in enumerate(told) if not one["used"]]
+    if unused:
+        words = f"compiled loops are switched off ({who(unused)}): NumPy does their work"
+        return Finding("kernels", "note", words, "Leave MPIPAR_NUMBA unset", facts)
+    words = f"compiled or loaded in {max(one['seconds'] for one in told):.1f} s"
+    nowhere = [rank for rank, one in enumerate(told) if not one["kept"]]
     if nowhere:
         words += f"; nothing can be kept for the next run ({who(nowhere)})"
-        fix = "Set NUMBA_CACHE_DIR to a folder that can be written"
+        fix = "Set XDG_CACHE_HOME to a folder that can be written"
         return Finding("kernels", "note", words, fix, facts)
-    return Finding("kernels", "ok", f"{words}; kept in {told[0]['caches'][0]}", "", facts)
+    return Finding("kernels", "ok", f"{words}; kept in {told[0]['cache']}", "", facts)
 
 
 CHECK = Check("kernels", probe, judge)

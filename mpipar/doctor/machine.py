@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpipar.comm import node
+from mpipar.comm import abort, node
 from mpipar.comm.shared_memory import Team
 from mpipar.doctor.finding import Job
 
@@ -48,6 +48,7 @@ def explore(world: MPI.Intracomm, directory: Path) -> Machine:
     """Find out where the ranks are; collective."""
     import threadpoolctl
 
+    abort.install()
     own = MPI.Intracomm(world.Dup())
     before = {
         info["internal_api"]: info["num_threads"]

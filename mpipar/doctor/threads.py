@@ -1,4 +1,4 @@
-"""Threads of BLAS and Numba against the cores of a node.
+"""Threads against the cores of a node: those of BLAS; the compiled loops have one each.
 
 The first Communicator gives each rank its share of the cores for BLAS, whatever the library chose
 by itself; `default` is what it chose.
@@ -26,15 +26,8 @@ def probe(machine: Machine) -> Facts:
         "kernels": first.get("architecture"),
         "threads": max((info["num_threads"] for info in blas), default=0),
         "default": max(machine.default_threads.values(), default=0),
-        "numba": _numba_threads(),
         "cores": allotted(),
     }
-
-
-def _numba_threads() -> int:
-    from numba import config
-
-    return int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
 def judge(told: Sequence[Facts], job: Job) -> Finding:
@@ -42,7 +35,7 @@ def judge(told: Sequence[Facts], job: Job) -> Finding:
     first = told[0]
     kernels = f" for {first['kernels']}" if first["kernels"] else ""
     words = f"{first['blas']} {first['version'] or ''}".strip() + kernels
-    words += f", {first['threads']} a rank ({first['default']} by itself); Numba {first['numba']}"
+    words += f", {first['threads']} a rank ({first['default']} by itself); compiled loops 1"
     facts = [{"rank": rank, **one} for rank, one in enumerate(told)]
     unknown = [rank for rank, one in enumerate(told) if not one["threads"]]
     if unknown:
