@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "measure collectives, training and overheads on this machine",
     "doctor": "check the machine and the job, or explain why one got stuck",
     "schedule": "show, verify and simulate collective algorithms and pipelines",
+    "plan": "which meshes a model fits on: memory, communication and time of a step",
 }
 HEAD_START = 0.5  # seconds for rank 0 to speak, before the launcher sees that another has ended
 PATIENCE = 2.0  # seconds for all processes of a job to leave, before one ends it
@@ -93,7 +94,8 @@ def _leave(code: int, arguments: list[str], unsaid: io.StringIO) -> int:
 
     Where the launcher started others that wait for this one in MPI, that is the end of the job.
     """
-    if not launch.has_peers() or arguments[:1] == ["schedule"] or "overhead" in arguments[:2]:
+    alone = arguments[:1] in (["schedule"], ["plan"]) or "overhead" in arguments[:2]
+    if not launch.has_peers() or alone:
         return code
     if launch.start() is not None:  # not one job: nobody waits
         return code
