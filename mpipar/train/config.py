@@ -39,7 +39,7 @@ class TrainConfig:
     overlap: bool = False
     """Let what travels between tensor-parallel ranks do so beside their matrix products."""
     ep: int = 1
-    """Ranks of dp x cp that the experts are spread over; on each such block of ranks lie all."""
+    """Ranks that share out the experts; a group of so many of the dp x cp ranks has them all."""
     cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] = "zigzag"
     """How a sequence lies on the context-parallel ranks, and what travels: keys and values round a
     ring (contiguous, zigzag), heads (ulysses), or both (hybrid)."""
@@ -104,9 +104,9 @@ class TrainConfig:
     """Norm that gradients are clipped to; 0 for no clipping."""
 
     balance: float = 0.01
-    """Of each block's balance loss (1 where experts are used evenly) in what is minimised. The loss
-    shown is the cross entropy alone. With accumulate or a pipeline it is that of each
-    micro-batch, weighed by its tokens, so that how a step is cut matters a little."""
+    """What each block's balance loss, 1 where experts are used evenly, counts in what is minimised;
+    the loss shown is the cross-entropy alone. It is that of each micro-batch, weighed by tokens,
+    so how many micro-batches there are changes the numbers a little."""
     capacity_factor: Number = None
     """Most tokens of a micro-batch that an expert takes in training, over its even share of them;
     later ones skip it. All are taken if not given."""
