@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
@@ -163,7 +164,9 @@ class Flight:
     def goodbye(self) -> None:
         """Tell the others that this rank's program ends."""
         done = max((record.sequence for record in self.records), default=0)
-        self._send({"sequence": done, "what": "the end of its program", "left": True})
+        self._send(
+            {"sequence": done, "what": "the end of its program", "left": True}, self._peers()
+        )
 
     def _peers(self) -> list[int]:
         rank, size = self._comm.rank, self._comm.size
@@ -181,12 +184,13 @@ class Flight:
         # this rank still waits there, or says so again, until then
         self._send(
             {"sequence": record.sequence, "what": record.what, "sends_to": record.sends_to}
-            | {"until": now + 2 * again}
+            | {"until": now + 2 * again},
+            self._peers(),
         )
 
-    def _send(self, told: dict) -> None:
+    def _send(self, told: dict, peers: Iterable[int]) -> None:
         data = np.frombuffer(json.dumps(told).encode(), np.uint8)
-        for peer in self._peers():
+        for peer in peers:
             self._sends.append(self._comm.Isend([data, data.size, MPI.BYTE], peer, TAG))
 
     def _hear(self) -> None:
@@ -258,9 +262,15 @@ _asked = False  # another rank wants everyone's report
 
 
 def _ask_everyone() -> None:
-    """Ask all ranks that this one shares a communicator with for their reports."""
+    """Ask all ranks that this one shares a communicator with for their reports.
+
+    In large groups it asks those 1, 2, 4, ... ranks away, and they ask on.
+    """
     for flight in tuple(_live):
-        flight._send({"report": True})
+        rank, size = flight._comm.rank, flight._comm.size
+        steps = [1 << i for i in range(size.bit_length())]
+        far = {(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank}
+        flight._send({"report": True}, far if size > EVERYONE else flight._peers())
 
 
 def _pass_on() -> None:

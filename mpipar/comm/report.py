@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from mpipar.comm.flight import Flight
 
 LONG_WAIT = 30.0  # seconds; then a waiting rank writes, and again now and then
-GRACE = 1.5  # seconds for the others to write, before the job ends
+GRACE = 2.0  # seconds for the others to write, before the job ends
 
+_started = time.time()
 _written: Path | None = None
 _failed = False  # a report of a failure stays
 
@@ -75,8 +76,16 @@ def wait_for_others() -> None:
     """Give the other ranks time to write theirs; returns at once when all have."""
     deadline = time.monotonic() + GRACE
     files = [directory() / f"rank{rank}.json" for rank in range(MPI.COMM_WORLD.size)]
-    while time.monotonic() < deadline and not all(file.exists() for file in files):
+    while time.monotonic() < deadline and not all(_is_new(file) for file in files):
         time.sleep(0.05)
+
+
+def _is_new(file: Path) -> bool:
+    """Say whether a file is there and not of an earlier job."""
+    try:
+        return file.stat().st_mtime > _started - 1.0
+    except OSError:
+        return False
 
 
 @atexit.register
