@@ -11,7 +11,7 @@ shards by path, and a tied weight counts once.  Parameters are told apart by the
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,13 +35,14 @@ class Entry:
     """A named array of which this rank has what `spec` says.
 
     held: whether this rank's values count; a rank with no element of a parameter never counts its
-    steps, for example.
+    steps, for example.  on_update: called before the array is written to.
     """
 
     name: str
     spec: Spec
     array: Array
     held: bool = True
+    on_update: Callable[[], object] | None = None
 
 
 def files_of(tree: Tree) -> Files:
@@ -89,7 +90,8 @@ def _of_array(name: str, value: Any) -> Entry:
     if not is_device(array) and not isinstance(array, np.ndarray):
         rule = "it must be an array; what it is filled with is loaded in place"
         raise ConfigError(explain(name, type(value).__name__, rule, "Pass an array, or a Tensor"))
-    return Entry(name, getattr(value, "spec", Spec.replicated(name, array.shape)), array)
+    spec = getattr(value, "spec", Spec.replicated(name, array.shape))
+    return Entry(name, spec, array, on_update=getattr(value, "on_update", None))
 
 
 def _of_optimizer(optimizer: Optimizer, paths: Mapping[int, str]) -> Iterator[Entry]:

@@ -119,6 +119,8 @@ def _read_all(
         targets = []
         for entry in sorted(entries, key=lambda entry: places[entry.name].start):
             one = places[entry.name]
+            if entry.on_update is not None:
+                entry.on_update()
             runs = runs_of(entry.spec).in_bytes(one.dtype.itemsize, one.start)
             targets.append(Target(entry.array, runs))
         read(found.folder / name, about["bytes"], sums, targets)
