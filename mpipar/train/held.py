@@ -77,7 +77,8 @@ class Held:
         """Collective over `data`: let the gradients of a module be summed over its ranks."""
         if self.fsdp == "none":
             return DataParallel(module, self.data, op="sum")
-        return FSDP(module, self.data, FsdpConfig(STRATEGIES[self.fsdp]), op="sum")
+        blocks = list(module.blocks.values() if isinstance(module.blocks, dict) else module.blocks)
+        return FSDP(module, self.data, FsdpConfig(STRATEGIES[self.fsdp]), blocks, op="sum")
 
     def parameters(self) -> list[Any]:
         """Return the parameters that this rank's optimiser updates: its own, or shards of them."""
@@ -168,7 +169,8 @@ class Whole(Held):
         """Run forward and backward."""
         self.place(rows.positions)
         self.weigh(total)
-        with rng.at(step, rows.first), nullcontext() if last else self.replica.no_sync():
+        sums_up = last or self.fsdp in ("2", "3")  # these keep parts of gradients only
+        with rng.at(step, rows.first), nullcontext() if sums_up else self.replica.no_sync():
             loss_sum, _ = self.replica.loss(rows.inputs, rows.targets)
             term = token_share(loss_sum, total)
             term.backward()
