@@ -25,7 +25,9 @@ import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.errors import BufferMismatchError, ConfigError, explain
+from mpipar.kernels import masked_exp
 from mpipar.kernels.blocks import host, row_max
+from mpipar.kernels.native import usable
 
 TILE = 64  # queries; twice as many for long rows of keys, whose edge is a smaller share
 LONG = 512  # keys
@@ -149,17 +151,29 @@ class _Keys:
         self.values = np.ascontiguousarray(v[b, :, some].transpose(1, 0, 2), wide)
         self.across = _across(self.keys)
 
-    def scores(self, q: np.ndarray, tile: _Tile, space: np.ndarray) -> np.ndarray:
-        """Return the masked scores (G, R * T, seen) of queries q (G, R * T, D)."""
+    def product(self, q: np.ndarray, tile: _Tile, space: np.ndarray) -> np.ndarray:
+        """Return the scores (G, R * T, seen) of queries q (G, R * T, D), none of them masked."""
         shape = (q.shape[0], q.shape[1], tile.seen)
         s = space[: math.prod(shape)].reshape(shape)
-        np.matmul(q, self.across[:, :, : tile.seen], out=s)
+        return np.matmul(q, self.across[:, :, : tile.seen], out=s)
+
+    def scores(self, q: np.ndarray, tile: _Tile, space: np.ndarray) -> np.ndarray:
+        """Return the masked scores (G, R * T, seen) of queries q (G, R * T, D)."""
+        s = self.product(q, tile, space)
         if tile.by_all < tile.seen:
-            rows = tile.rows.stop - tile.rows.start
-            ahead = self.mask.q_offset + tile.rows.start - self.mask.k_offset - tile.by_all
-            edge = s.reshape(shape[0], -1, rows, tile.seen)[..., tile.by_all :]
+            rows, _, ahead = self.edge(tile)
+            edge = s.reshape(s.shape[0], -1, rows, tile.seen)[..., tile.by_all :]
             np.copyto(edge, -np.inf, where=_hidden(rows, tile.seen - tile.by_all, ahead))
         return s
+
+    def edge(self, tile: _Tile) -> tuple[int, int, int]:
+        """Return the tile's queries T, its `by_all`, and `ahead`: query i sees ahead + i + 1 more.
+
+        (Where all keys are seen by all, more than there are.)
+        """
+        rows = tile.rows.stop - tile.rows.start
+        ahead = self.mask.q_offset + tile.rows.start - self.mask.k_offset - tile.by_all
+        return rows, tile.by_all, ahead
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,6 +197,7 @@ def forward_cpu(
     totals = np.empty((batch, groups, heads // groups, seq, 1), wide)
     tops = np.zeros_like(totals)
     space = np.empty(_space(q, k), wide)
+    loops = usable(space)
     for b, some in _groups(q, k):
         queries, results = (_rows_of(x, b, some, groups) for x in (q, out))
         keys = _Keys(k, v, b, some, mask)
@@ -193,9 +208,15 @@ def forward_cpu(
                 target[...], total[...] = 0, 0
                 continue
             rows, ones = _tile_rows(queries, tile, wide), np.ones((tile.seen, 1), wide)
-            s = keys.scores(rows, tile, space)
-            with np.errstate(over="ignore"):
-                _product_into(total, np.exp(s, out=s), ones)
+            if loops:
+                s = keys.product(rows, tile, space)
+                sums = np.empty(total.shape, wide)
+                masked_exp.forward_loop(s, sums, sums.size, tile.seen, *keys.edge(tile))
+                total[...] = sums
+            else:
+                s = keys.scores(rows, tile, space)
+                with np.errstate(over="ignore"):
+                    _product_into(total, np.exp(s, out=s), ones)
             if not (total.min() >= SMALL and total.max() <= LARGE):
                 s = keys.scores(rows, tile, space)
                 tops[b, some, :, tile.rows] = _subtract_top(s).reshape(total.shape)
@@ -226,6 +247,7 @@ def backward_cpu(
     wide = compute_dtype(q.dtype)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v)) if out is None else out
     space = np.empty((2, _space(q, k)), wide)
+    loops = usable(space)
     per_row = (q.shape[0], groups, q.shape[2] // groups, q.shape[1], 1)
     head, rest = _split(lse.reshape(per_row), wide)
     shift = np.multiply(delta.reshape(per_row), -rest)
@@ -243,13 +265,16 @@ def backward_cpu(
                 target[...] = 0
                 continue
             rows, g = (_tile_rows(x, tile, wide) for x in (queries, grads))
-            p = keys.scores(rows, tile, space[0])
-            if head is not None:
-                p -= head[b, some, :, tile.rows].reshape(*p.shape[:2], 1)
-            np.exp(p, out=p)
+            tops = None if head is None else head[b, some, :, tile.rows]
+            p = (keys.product if loops else keys.scores)(rows, tile, space[0])
             ds = space[1, : p.size].reshape(p.shape)
             np.matmul(g, values[:, :, : tile.seen], out=ds)
-            ds *= p
+            if loops:
+                top = np.zeros(p.shape[:2], wide) if tops is None else np.ascontiguousarray(tops)
+                masked_exp.backward_loop(p, ds, top, top.size, tile.seen, *keys.edge(tile))
+            else:
+                p = p if tops is None else np.subtract(p, tops.reshape(*p.shape[:2], 1), out=p)
+                ds *= np.exp(p, out=p)
             _add_product(sums[1], p, g[..., :-1], done)
             _add_product(sums[0], ds, rows, done)
             done = max(done, tile.seen)

@@ -39,7 +39,8 @@ Ints = Annotated[np.ndarray, "int64"]
 
 SWITCH = "MPIPAR_NUMBA"
 MODULES = (  # of kernels/, with loops
-    "adamw", "cross_entropy", "embedding", "gelu", "layer_norm", "rms_norm", "silu", "softmax",
+    "adamw", "cross_entropy", "embedding", "gelu", "layer_norm", "masked_exp", "rms_norm",
+    "silu", "softmax",
 )  # fmt: skip
 SECONDS = 300  # the compiler may take
 FLOAT32 = np.dtype(np.float32)

@@ -16,6 +16,7 @@ from mpipar.kernels import (
     embedding,
     gelu,
     layer_norm,
+    masked_exp,
     native,
     native_math,
     rms_norm,
@@ -213,3 +214,19 @@ def test_a_rank_loads_no_compiler() -> None:
         pytest.skip("no linker here")
     done = run([sys.executable, "-c", LOADED])
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tile", "by_all", "ahead"), [(4, 3, 0), (4, 0, -3), (4, 9, 5), (3, 9, -8)]
+)
+def test_masked_exponentials(tile: int, by_all: int, ahead: int) -> None:
+    s, ds, head = normal(2 * tile, 9), normal(2 * tile, 9), normal(2 * tile)
+    expected = masked_exp.reference(s, tile, by_all, ahead)
+    p, total = s.copy(), np.empty(2 * tile, np.float32)
+    masked_exp.forward_loop(p, total, 2 * tile, 9, tile, by_all, ahead)
+    assert np.allclose(p, expected, rtol=1e-6)
+    assert np.allclose(total, expected.sum(1), rtol=1e-6)
+    p, product = s.copy(), ds.copy()
+    masked_exp.backward_loop(p, product, head, 2 * tile, 9, tile, by_all, ahead)
+    assert np.allclose(p, expected * np.exp(-head)[:, None], rtol=2e-6)
+    assert np.allclose(product, p * ds)
