@@ -28,6 +28,7 @@ from mpipar.bench.train_memory import forget_peak
 from mpipar.bench.train_peer import Peer
 from mpipar.bench.train_settings import Mode, Train, operations
 from mpipar.errors import MismatchError
+from mpipar.kernels.native import compile_cpu
 from mpipar.optim import AdamW
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.data_parallel import DataParallel
@@ -88,6 +89,7 @@ def measure(config: Train, comm: Communicator, mode: Mode) -> Row:
     Raises ConfigError on every rank if a peer fails, MismatchError if its model is another one.
     """
     heap.keep_freed()  # as in training
+    together(comm.process_group.raw, compile_cpu)
     with ExitStack() as stack:
         peer = _peer(config, comm, mode, stack) if config.peer else None
         forget_peak()

@@ -23,6 +23,7 @@ import numpy as np
 
 from mpipar.comm.choice import read_table, table_path
 from mpipar.errors import NonFiniteError, explain
+from mpipar.kernels import native
 from mpipar.models.transformer import IGNORE
 from mpipar.optim import AdamW, cosine
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
@@ -30,6 +31,7 @@ from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.mesh import Mesh
 from mpipar.train import launch
 from mpipar.train.agree import mark, raise_first, same, together
+from mpipar.train.checkpoints import Checkpoints
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Batches, Corpus, Rows, load
 from mpipar.train.held import Held, hold
@@ -54,6 +56,9 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     together(world, lambda: read_table(table_path()))
     same(world, "the configuration", config.fingerprint(), "Start all ranks with the same flags.")
     together(world, lambda: config.validate(world.size, launch.command))
+    loops = together(world, native.compile_cpu)
+    what, fix = "the use of loops in machine code", f"Give all ranks the same {native.SWITCH}."
+    same(world, what, str(loops), fix)
     corpus = together(
         world,
         lambda: load(config.data, config.seq, config.vocab, world.rank, world.size),
@@ -74,11 +79,13 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
     optimizer = AdamW(held.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
     own = context_positions(config.seq, mesh.cp.size, mesh.cp.rank, config.cp_layout)
     place: dict[str, Any] = {"part": mesh.dp.rank, "parts": mesh.dp.size, "positions": own}
+    checkpoints = Checkpoints(config, mesh, held, optimizer)
+    first = checkpoints.resume() + 1
     batches = Batches(corpus, config.seq, config.batch, config.seed, **place)
-    facts = measure(config, mesh, corpus, held)
+    facts = measure(config, mesh, corpus, held, first)
     report.begin(facts)
     rows: list[Row] = []
-    for step in range(1, config.steps + 1):
+    for step in range(first, config.steps + 1):
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), comm_seconds(mesh)
         parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
@@ -100,6 +107,8 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             rows.append({"step": step, "val_loss": evaluate(held, batches, config)})
             report.validation(rows[-1])
+        checkpoints.after(step)
+    checkpoints.finish()
     report.end(sample(held, corpus, config, mesh))
     require_told(report.failure, mesh)
     held.destroy()
@@ -174,7 +183,7 @@ def comm_seconds(mesh: Mesh) -> float:
     return sum(comm.seconds for comm in mesh.communicators())
 
 
-def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held) -> Facts:
+def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: int) -> Facts:
     """Collective: return what is to be said of the run before its first step."""
     mesh.world.barrier()  # all ranks measure at the same time
     peak = float(mesh.world.all_reduce(np.array([matmul_rate(config.dtype)]))[0])
@@ -185,6 +194,7 @@ def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held) -> Fact
         layout=layout(mesh),
         ranks=mesh.world.size,
         corpus=corpus,
+        first=first,
     )
 
 

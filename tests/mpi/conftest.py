@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from mpipar.kernels.native import compile_cpu
 from tests.ranks.plugin import failed_here
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test in this folder."""
+    """Mark every test in this folder; compile what kernels need before a test's time counts."""
+    compile_cpu()
     folder = Path(__file__).parent
     for item in items:
         if folder in item.path.parents:
