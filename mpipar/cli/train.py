@@ -48,7 +48,7 @@ def run(config: Config) -> int:
     world = MPI.COMM_WORLD
     reports: list[Report] = []
     if world.rank == 0:
-        reports = [JsonLog(config.log)] if config.log else []
+        reports = [JsonLog(config.log, config.resume is not None)] if config.log else []
         reports += [Plot(config.plot)] if config.plot else []
         reports += [display(config)]
     try:

@@ -123,6 +123,15 @@ class TrainConfig:
     plot: File = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 
+    save: File = None
+    """Folder for checkpoints; each is a folder in it, and `latest` names the newest."""
+    save_every: int = 100
+    """Steps between two checkpoints; 0 for one at the end only."""
+    keep: Count = None
+    """Newest checkpoints to leave; all if not given."""
+    resume: File = None
+    """Checkpoint to go on from, of any mesh, or a folder of them, of which it is the newest."""
+
     recompute: bool = False
     """Keep only the inputs of each block for backward, and run the block again there: less memory,
     a third more work."""

@@ -53,11 +53,13 @@ class Held:
     """A model on a mesh, as the training loop sees it; Whole and Staged say how.
 
     data: the ranks that hold the same part of the model, those of dp and cp.  same_experts: those
-    of them with the same experts, if these are spread.  parts: the modules here.
+    of them with the same experts, if these are spread.  parts: the modules here.  saved:
+    what names all parameters that are here.
     flops_per_token, count: arithmetic and parameters of the whole model.
     """
 
     parts: list[Any]
+    saved: Any
     flops_per_token: float
     count: int
 
@@ -159,7 +161,7 @@ class Whole(Held):
         self.parts = [model]
         self.flops_per_token = model.flops_per_token(config.seq)
         self.count = sum(math.prod(param.spec.shape) for param in model.parameters())
-        self.replica = self.wrapped(model)
+        self.replica = self.saved = self.wrapped(model)
 
     def parameters(self) -> list[Any]:
         """Return those of the replica."""
@@ -210,7 +212,7 @@ class Staged(Held):
             return self.wrapped(self.parts[-1])
 
         how: dict[str, Any] = {"microbatches": self.microbatches, "chunks": config.chunks}
-        self.pipeline = Pipeline(stage, mesh.pp, config.schedule, **how)
+        self.pipeline = self.saved = Pipeline(stage, mesh.pp, config.schedule, **how)
         flops = sum(part.flops_per_token(config.seq) for part in self.parts)
         specs = [param.spec for part in self.parts for param in part.parameters()]
         sizes = {spec.name: math.prod(spec.shape) for spec in specs}

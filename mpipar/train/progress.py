@@ -54,8 +54,11 @@ class Display(Report):
             f"{count(len(corpus.held_out))} held out" + (f"; {corpus.note}" if corpus.note else "")
         )
         self.say(f"peak of matrix products, all ranks together: {count(facts.peak)}FLOP/s")
-        if self.bar is not None:
+        if facts.first > 1:
+            self.say(f"goes on after step {facts.first - 1} of {self.config.resume}")
+        if self.bar is not None and self.task is not None:
             self.bar.start()
+            self.bar.update(self.task, completed=facts.first - 1)
 
     def step(self, row: Row) -> None:
         """Move the bar on, or print every so many steps."""
@@ -80,7 +83,7 @@ class Display(Report):
         self.close()
         if sample:
             self.say(f"sample:\n{sample}")
-        for what in ("log", "plot"):
+        for what in ("log", "plot", "save"):
             if path := getattr(self.config, what):
                 self.say(f"{what}: {path}")
 

@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
@@ -25,6 +26,7 @@ class Facts:
     layout: str  # of the mesh: "dp 2 x tp 2"
     ranks: int
     corpus: Corpus
+    first: int = 1  # step; later than 1 in a run that goes on
 
 
 class Report:
@@ -133,19 +135,47 @@ def unwritable(flag: str, path: str, error: Exception) -> ConfigError:
     return ConfigError(explain(flag, path, rule, "Pass another path"))
 
 
-class JsonLog(Report):
-    """Writes a line of JSON for each step and each validation, as soon as it is known."""
+def _step_of(line: str) -> float:
+    """Return the step of a line of a log; infinity for a line that was not written to its end."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
-    def __init__(self, path: str) -> None:
-        """Take the path of the file, which `open` makes or empties."""
-        self.path = path
+
+class JsonLog(Report):
+    """Writes a line of JSON for each step and each validation, as soon as it is known.
+
+    A run that goes on from a checkpoint leaves the lines of the steps up to that one.
+    """
+
+    def __init__(self, path: str, goes_on: bool = False) -> None:
+        """Take the path of the file, which `open` makes, and empties unless the run goes on."""
+        self.path, self.goes_on = path, goes_on
         self.file: TextIO | None = None
 
     def open(self) -> None:
         """Open the file; raises ConfigError if it cannot be written."""
         try:
-            self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
+            if not self.goes_on:
+                self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
+            else:
+                self.file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
+            raise unwritable("log", self.path, error) from error
+
+    def begin(self, facts: Facts) -> None:
+        """Drop the lines of steps that are taken again: those after the checkpoint."""
+        if self.file is None or not self.goes_on:
+            return
+        try:
+            self.file.seek(0)
+            kept = [line for line in self.file if _step_of(line) < facts.first]
+            self.file.truncate(0)
+            self.file.writelines(kept)
+            self.file.flush()
+        except (OSError, ValueError) as error:
+            self.close()
             raise unwritable("log", self.path, error) from error
 
     def step(self, row: Row) -> None:

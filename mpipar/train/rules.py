@@ -23,6 +23,7 @@ Start = Callable[[int], str]  # number of ranks -> the command that starts them
 COUNTS = (
     *("dp", "tp", "pp", "cp", "layers", "dim", "heads", "kv_heads", "hidden", "vocab", "seq"),
     *("batch", "accumulate", "steps", "eval_batches", "chunks", "microbatches", "ep", "top_k"),
+    "keep",
 )  # settings of at least 1
 USUAL = {
     **{"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160},
@@ -50,7 +51,7 @@ def _sizes(config: "TrainConfig") -> Iterator[Rule]:
     for name in COUNTS:
         value, fix = getattr(config, name), f"Pass --{flag(name)} 1 or more"
         yield name, value is None or value >= 1, "it is at least 1", fix
-    for name in ("eval_every", "sample", "seed", "experts", "shared"):
+    for name in ("eval_every", "save_every", "sample", "seed", "experts", "shared"):
         fix = f"Pass --{flag(name)} 0 or more"
         yield name, getattr(config, name) >= 0, "it is not negative", fix
     dim, heads = config.dim, config.heads
@@ -99,6 +100,8 @@ def _outputs(config: "TrainConfig") -> Iterator[Rule]:
     if config.log is not None and config.plot is not None:
         apart = not outputs.is_part_of(Path(config.plot), Path(config.log))
         yield "plot", apart, "it must be another file than the log", "Pass another path"
+    rule, fix = "only checkpoints that are saved can be kept", "Pass --save with a folder too"
+    yield "keep", config.keep is None or config.save is not None, rule, fix
     if config.plot is not None:
         formats = (".png", ".svg", ".pdf")
         good = Path(config.plot).suffix in formats

@@ -1,0 +1,98 @@
+"""Checkpoints of a run: one every so many steps, written while the next steps run; and back again.
+
+    step    97   98   99   100       101   102          ...  300
+    save                   copy ---- write ---- named        copy, write, named
+
+A run that goes on from step 100 is the one that never stopped: data, dropout and learning rate
+depend on the step, and all else is in the checkpoint.  On the same mesh its losses are the same
+bit for bit, on another one to rounding.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from mpipar import checkpoint
+from mpipar.checkpoint import Saving
+from mpipar.errors import ConfigError, MpiparError, explain
+from mpipar.optim import Optimizer
+from mpipar.parallel.mesh import Mesh
+from mpipar.train.agree import mark
+from mpipar.train.config import TrainConfig
+from mpipar.train.held import Held
+
+FREE = ("seed", "dropout")  # settings of a model that may be others when a run goes on
+
+
+class Checkpoints:
+    """Saves a run and goes on with it, as its settings say."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, held: Held, optimizer: Optimizer) -> None:
+        """Take what there is to save."""
+        self.config, self.mesh = config, mesh
+        self.tree = {"model": held.saved, "optimizer": optimizer}
+        self.saving: Saving | None = None
+
+    def resume(self) -> int:
+        """Collective: load the checkpoint to go on from, if there is one; return its step, or 0.
+
+        Raises, on every rank, CheckpointError if there is none, and ConfigError if it is of another
+        model or has no step left.
+        """
+        if self.config.resume is None:
+            return 0
+        try:
+            loaded = checkpoint.load(self.config.resume, self.tree, self.mesh)
+            return self._check(loaded["state"])
+        except MpiparError as error:  # all ranks have it
+            raise mark(error) from None
+
+    def after(self, step: int) -> None:
+        """Collective: begin a checkpoint if it is time for one; complete the one being written."""
+        config = self.config
+        if config.save is None:
+            return
+        if self.saving is not None and self._is_written():
+            self._complete()
+        if step == config.steps or (config.save_every and step % config.save_every == 0):
+            state = {"step": step, "model": asdict(config.model_config())}
+            tree = {**self.tree, "state": state}
+            how: dict[str, Any] = {"step": step, "keep": config.keep, "async_op": True}
+            try:
+                self.saving = checkpoint.save(config.save, tree, self.mesh, **how)
+            except MpiparError as error:
+                raise mark(error) from None
+
+    def finish(self) -> None:
+        """Collective: complete the checkpoint that is being written."""
+        if self.saving is not None:
+            self._complete()
+
+    def _complete(self) -> None:
+        assert self.saving is not None
+        try:
+            self.saving.wait()
+        except MpiparError as error:
+            raise mark(error) from None
+        finally:
+            self.saving = None
+
+    def _is_written(self) -> bool:
+        """Collective: say whether all ranks have written their shares."""
+        assert self.saving is not None
+        waits = np.array([not self.saving.test()], np.int32)
+        return not self.mesh.world.all_reduce(waits, "max")[0]
+
+    def _check(self, state: dict[str, Any]) -> int:
+        """Return the step of a state; raises ConfigError if a run cannot go on from there."""
+        own = asdict(self.config.model_config())
+        for name, value in state["model"].items():
+            if name in own and name not in FREE and own[name] != value:
+                rule = f"the checkpoint {self.config.resume} is of a model with {value!r}"
+                raise ConfigError(explain(name, own[name], rule, "Pass the flags of that run"))
+        step = int(state["step"])
+        if step >= self.config.steps:
+            rule = f"it counts all steps, and the checkpoint {self.config.resume} has taken {step}"
+            raise ConfigError(explain("steps", self.config.steps, rule, "Pass more --steps"))
+        return step

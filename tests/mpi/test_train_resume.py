@@ -1,0 +1,77 @@
+"""A run that goes on from a checkpoint is the one that never stopped."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpipar.errors import CheckpointError, ConfigError
+from mpipar.train.agree import is_of_all_ranks
+from mpipar.train.config import TrainConfig
+from mpipar.train.loop import train
+
+TINY = TrainConfig(
+    layers=4, dim=24, heads=12, hidden=48, seq=8, batch=12, steps=6, dropout=0.1, dtype="float64",
+    sample=0, eval_every=0, eval_batches=1, save_every=2, microbatches=None,
+)  # fmt: skip
+MESHES: dict[int, list[dict[str, Any]]] = {
+    1: [{}, {"fsdp": "3"}],
+    2: [{"tp": 2}, {"pp": 2}, {"fsdp": "3"}],
+    3: [{"tp": 3}, {"pp": 3}, {"fsdp": "2"}],
+    4: [{"tp": 2}, {"pp": 2, "fsdp": "1"}, {"fsdp": "3", "tp": 2}, {"pp": 2, "schedule": "zbv"}],
+}
+EXACT = ("step", "loss", "lr", "grad_norm", "val_loss")
+
+
+@pytest.fixture
+def text(shared_path: Path, world: MPI.Intracomm) -> str:
+    """A short text that all ranks read."""
+    path = shared_path / "text.txt"
+    if world.rank == 0:
+        path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(200)))
+    world.barrier()
+    return str(path)
+
+
+def told(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: row[name] for name in EXACT if name in row} for row in rows]
+
+
+def test_losses_are_those_of_a_run_that_never_stopped(
+    world: MPI.Intracomm, shared_path: Path, text: str
+) -> None:
+    config = replace(TINY, data=text, reproducible=True)
+    meshes = MESHES[world.size]
+    for number, source in enumerate(meshes):
+        folder = str(shared_path / f"{number}")
+        rows = train(replace(config, save=folder, **source), world)
+        found = sorted(path.name for path in Path(folder).iterdir())
+        assert found == ["latest", "step-00000002", "step-00000004", "step-00000006"]
+        middle = f"{folder}/step-00000004"
+        again = train(replace(config, resume=middle, **source), world)
+        assert told(again) == told(rows[4:]), source
+        other = meshes[(number + 1) % len(meshes)]
+        for after, before in zip(
+            train(replace(config, resume=middle, **other), world), rows[4:], strict=True
+        ):
+            for name in set(EXACT) & before.keys():
+                assert abs(after[name] - before[name]) <= 1e-10 * abs(before[name]), (source, other)
+
+
+def test_what_cannot_be_gone_on_from(world: MPI.Intracomm, shared_path: Path, text: str) -> None:
+    folder = str(shared_path / "run")
+    config = replace(TINY, data=text, steps=2, save=folder, keep=1)
+    train(config, world)
+    for changes, error, words in [
+        ({"resume": folder}, ConfigError, "has taken 2.*more --steps"),
+        ({"resume": folder, "steps": 4, "heads": 6}, ConfigError, "model with 12"),
+        ({"resume": folder, "steps": 4, "dim": 12}, ConfigError, "needed"),
+        ({"resume": str(shared_path / "none")}, CheckpointError, "does not exist"),
+        ({"save": text}, CheckpointError, "cannot be made"),
+        ({"save": None}, ConfigError, "--save"),
+    ]:
+        with pytest.raises(error, match=words) as caught:
+            train(replace(config, **changes), world)
+        assert is_of_all_ranks(caught.value) or isinstance(caught.value, ConfigError)
