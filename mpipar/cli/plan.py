@@ -3,8 +3,10 @@
     mpipar plan --model llama-7b --ranks 64 --nodes 8 --memory 24GB
     mpipar plan --layers 24 --dim 2048 --heads 16 --ranks 16 --memory 16GB --pp 4
     mpipar plan --measure --machine here.json --ranks 4 --memory 2GB
+    mpiexec -n 4 mpipar plan --check --tp 2 --batch 16
 
-Nothing is trained, and no MPI is needed.
+Nothing is trained and no MPI is needed, but for --check, which runs the best layout for a few steps
+and shows measured beside predicted.
 """
 
 import json
@@ -126,10 +128,15 @@ class Config:
     """Meshes to show."""
     json: FilePath = None
     """Write everything to this file; - for standard output, without the table."""
+    check: bool = False
+    """Run a few steps of the best layout on the ranks of this job, at speeds that are measured, and
+    show memory and time beside those predicted."""
 
 
 def run(config: Config) -> int:
     """Plan, print, and write what is asked for; return the exit code."""
+    if config.check:
+        return _check(config)
     if not launch.first_of_job():
         return 0
     from mpipar.plan import machine
@@ -257,3 +264,31 @@ def _show(config: Config, job: "Job", plans: "list[Plan]") -> None:
         console.print(f"{number:3}  {plan.layout.flags() or 'one rank'}", highlight=False)
     console.print(table)
     console.print(times)
+
+
+def _check(config: Config) -> int:
+    """Collective: run the best layout for a few steps; print measured beside predicted."""
+    if trouble := launch.start():
+        raise ConfigError(trouble)
+    from mpi4py import MPI
+
+    from mpipar.plan.check import check as measured
+    from mpipar.plan.check import measured_machine
+    from mpipar.plan.communication import Links
+    from mpipar.plan.layout import Layout
+    from mpipar.plan.search import search
+
+    world = MPI.COMM_WORLD
+    job = job_of(config, world.size)
+    speeds = measured_machine(job, Layout(dp=world.size), world)
+    links = Links(speeds, world.size, world.size)
+    layout = search(job, links, byte_count(config.memory), pinned(config), 1)[0].layout
+    found = measured(job, layout, world, speeds)
+    if world.rank == 0:
+        print(
+            f"{layout.flags() or 'one rank'}\n{'':22}{'predicted':>12}{'measured':>12}{'ratio':>8}"
+        )
+        for name, predicted, measure in found:
+            ratio = measure / predicted
+            print(f"{name:22}{predicted:>12.4g}{measure:>12.4g}{ratio:>8.3f}")
+    return 0

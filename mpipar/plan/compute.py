@@ -6,8 +6,10 @@
     W   as many matrix products for the gradient of the weights
 
 Matrix products run at `flops`, attention at `attention_flops` (half of the scores are masked),
-elements at `memory_bandwidth` by the accesses in the table WORK, and every operation costs
-`overhead`.  The multiplications are those of `models.stages.costs`, by which stages are cut.
+elements at `memory_bandwidth`, and every operation costs `overhead`.  What an operation does
+to an element is counted in accesses: how much longer it takes than a third of an addition of two
+arrays, as measured (kernels).  The multiplications are those of `models.stages.costs`, by which
+stages are cut.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,13 +28,13 @@ from mpipar.plan.saved import BETWEEN, INSIDE
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 ATTENTION_PRODUCTS = FORWARD_PRODUCTS + BACKWARD_PRODUCTS
 BLOCK_OPERATIONS, END_OPERATIONS = 20, 8  # that are recorded for a block, and for the two ends
-NORM, GELU, ADD = (4, 8), (6, 3), (3, 3)  # accesses to each element, forward and backward
-ADAMW, SGD = 9, 5  # accesses to each parameter of a step, with the norm for clipping
+NORM, GELU, ADD = (2, 2.5), (3, 4), (3, 3)  # accesses to each element, forward and backward
+ADAMW, SGD = 10, 5  # accesses to each parameter of a step, with the norm for clipping
 
 
 def MEASURED(dim: int, hidden: int) -> float:
     """Return the accesses for a token of what `machine.measure` runs."""
-    return (sum(NORM) + ADD[0]) * dim + GELU[0] * hidden
+    return (sum(NORM) + ADD[0]) * dim + sum(GELU) * hidden
 
 
 class Work(NamedTuple):
@@ -50,12 +52,12 @@ def block_work(config: ModelConfig) -> Iterator[Work]:
     yield Work("norm1, norm2", 2 * d, NORM)
     yield Work("adding to the residual stream, and its gradients", 2 * d, ADD)
     if config.model == "gpt2":
-        yield Work("biases of qkv and up", d + 2 * kv + hidden, (2, 1), INSIDE)
-        yield Work("biases of projection and down", 2 * d, (2, 1))
+        yield Work("biases of qkv and up", d + 2 * kv + hidden, (3, 1), INSIDE)
+        yield Work("biases of projection and down", 2 * d, (3, 1))
         yield Work("gelu", hidden, GELU, INSIDE)
     else:
-        yield Work("rotary", d + kv, (5, 5), INSIDE)
-        yield Work("swiglu", hidden, (6, 10), INSIDE)
+        yield Work("rotary", d + kv, (8, 8), INSIDE)
+        yield Work("swiglu", hidden, (3, 4), INSIDE)
 
 
 def first_work(config: ModelConfig) -> Iterator[Work]:
@@ -66,7 +68,7 @@ def first_work(config: ModelConfig) -> Iterator[Work]:
 def last_work(config: ModelConfig) -> Iterator[Work]:
     """Yield what the last norm and the loss do."""
     yield Work("norm", config.dim, NORM)
-    yield Work("cross_entropy", config.vocab, (6, 2), INSIDE)
+    yield Work("cross_entropy", config.vocab, (4, 2), INSIDE)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = T
     elements = _seconds(lambda: _elementwise(x, y, weight, bias))
     bytes = tokens * compute.MEASURED(config.dim, config.hidden) * dtype.itemsize
     adds = np.ones(1 << 20, np.float32)
+    sums = np.empty_like(adds)
     one = Machine() if machine is None else machine
     small = np.ones(1)
     return replace(
@@ -130,7 +131,7 @@ def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = T
         attention_flops=compute.ATTENTION_PRODUCTS * 2.0 * pairs / attention,
         memory_bandwidth=bytes / elements,
         overhead=max(5e-6, 4 * _seconds(lambda: np.add(small, small), 0.02)),
-        gamma=_seconds(lambda: np.add(adds, adds, out=adds)) / adds.nbytes,
+        gamma=_seconds(lambda: np.add(adds, adds, out=sums)) / adds.nbytes,
     )
 
 

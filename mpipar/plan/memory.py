@@ -15,7 +15,7 @@ in flight; with recomputation that is a block's input, and one block at a time i
 are those of the rank that needs most.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -140,29 +140,30 @@ def _activations(job: Job, layout: Layout) -> list[float]:
 @lru_cache(4096)
 def _peaks(job: Job, layout: Layout) -> tuple[float, ...]:
     """Return the most bytes that each rank of the pipeline keeps for a token of a micro-batch."""
-    stages, once = _stage_bytes(job, layout)
-    schedule, found = layout.pipeline, list[float]()
+    config, schedule = job.model, layout.pipeline
+
+    def each(kept: Iterable[saved.Kept]) -> float:
+        return saved.token_bytes(kept, config, layout)
+
+    full, again = each(saved.block(config, layout)), layout.recompute
+    block = each(saved.recomputed(config)) if again else full
+    end = each(saved.last(config, layout))
+    stages = [layers * block for layers in layout.layers(job)]
+    stages[0] += each(saved.first(config))
+    stages[-1] += end
+    found = list[float]()
     for rank, counts in enumerate(live_counts(schedule)):
-        kept = [stages[stage] for stage in schedule.held(rank)]
-        found.append(once + max(_dot(count, kept) for count in counts))
+        held = schedule.held(rank)
+        most = max(_dot(count, [stages[stage] for stage in held]) for count in counts)
+        if again:  # a block runs when what the loss kept of its micro-batch is gone
+            gone = end if layout.stages - 1 in held else 0.0
+            most = max(most, most - gone + full + each(saved.running_again(config)))
+        found.append(most)
     return tuple(found)
 
 
 def _dot(counts: tuple[int, ...], kept: list[float]) -> float:
     return sum(count * each for count, each in zip(counts, kept, strict=True))
-
-
-def _stage_bytes(job: Job, layout: Layout) -> tuple[list[float], float]:
-    """Return the bytes a token that each stage keeps, and those of one block that is run again."""
-    config = job.model
-    full = saved.token_bytes(saved.block(config, layout), config, layout)
-    each = full
-    if layout.recompute:
-        each = saved.token_bytes(saved.recomputed(config), config, layout)
-    stages = [layers * each for layers in layout.layers(job)]
-    stages[0] += saved.token_bytes(saved.first(config), config, layout)
-    stages[-1] += saved.token_bytes(saved.last(config, layout), config, layout)
-    return stages, full if layout.recompute else 0.0
 
 
 _live: dict[int, tuple[PipelineSchedule, list[list[tuple[int, ...]]]]] = {}

@@ -52,7 +52,7 @@ def block(config: ModelConfig, layout: Layout) -> Iterator[Kept]:
         yield Kept("attention: its output before it is traded back", d)
     yield Kept("up: its input", d, BETWEEN)
     if gpt2:
-        yield Kept("gelu: its slope, or its input", hidden)
+        yield Kept("gelu: its input", hidden)
     else:
         yield Kept("swiglu: gate and up, views of gate_up's output", 2 * hidden)
     yield Kept("down: its input", hidden)
@@ -63,6 +63,12 @@ def block(config: ModelConfig, layout: Layout) -> Iterator[Kept]:
 def recomputed(config: ModelConfig) -> Iterator[Kept]:
     """Yield what a block keeps that is run again in backward."""
     yield Kept("block: its input", config.dim, BETWEEN)
+
+
+def running_again(config: ModelConfig) -> Iterator[Kept]:
+    """Yield the gradients that a block has beside what it keeps, while its backward pass runs."""
+    yield Kept("down, activation: gradients of their inputs", 2 * config.hidden)
+    yield Kept("residual stream: gradients", 2 * config.dim, BETWEEN)
 
 
 def first(config: ModelConfig) -> Iterator[Kept]:
@@ -81,6 +87,7 @@ def last(config: ModelConfig, layout: Layout) -> Iterator[Kept]:
         yield Kept("cross_entropy: logits and their slope", 2 * config.vocab)
     else:
         yield Kept("vocab_parallel_cross_entropy: exponentials", config.vocab, INSIDE, COMPUTED)
+        yield Kept("logits, until the loss is there", config.vocab)
         yield Kept("vocab_parallel_cross_entropy: sums and scales", 4, BETWEEN, DOUBLE)
 
 

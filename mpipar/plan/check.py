@@ -1,0 +1,176 @@
+"""Predicted beside measured: a few steps of a layout on the ranks of a real job.
+
+Memory is counted by `tracemalloc`, which NumPy reports to, so that other load on the machine does
+not matter: what stays between steps (weights, gradients, optimiser, buffers) and the peak of a step
+(activations too).  Times are the middle of several steps, of which
+the slowest rank counts.
+"""
+
+import gc
+import time
+import tracemalloc
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpipar.comm.choice import read_table, table_path
+from mpipar.optim import SGD, AdamW
+from mpipar.parallel.context.layout import context_positions
+from mpipar.parallel.mesh import Mesh
+from mpipar.plan import machine
+from mpipar.plan.communication import Links
+from mpipar.plan.layout import Job, Layout
+from mpipar.plan.machine import Machine
+from mpipar.plan.search import Plan, predict
+from mpipar.train.agree import together
+from mpipar.train.config import TrainConfig
+from mpipar.train.data import Rows
+from mpipar.train.held import Held, hold
+from mpipar.train.loop import train_step
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+STEPS = 5  # that are timed
+SMALL, LARGE, ROUNDS = 8, 1 << 20, 20  # of messages that are measured
+
+
+class Found(NamedTuple):
+    """What was predicted and measured, by name: bytes, and seconds of a step."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted else 1.0
+
+
+def settings(job: Job, layout: Layout) -> TrainConfig:
+    """Return the settings of training for a layout."""
+    model = job.model
+    parts: dict[str, Any] = {"accumulate": layout.microbatches}
+    if layout.pp > 1:
+        parts = {"microbatches": layout.microbatches, "schedule": layout.schedule}
+        parts["chunks"] = layout.chunks if layout.schedule == "interleaved" else None
+    names = ("layers", "dim", "heads", "hidden", "vocab", "seq", "tied", "dropout")
+    return TrainConfig(
+        **{name: getattr(model, name) for name in names},
+        **{axis: getattr(layout, axis) for axis in ("pp", "dp", "cp", "tp")},
+        **parts,
+        model=model.model,  # type: ignore[arg-type]
+        dtype=model.dtype,  # type: ignore[arg-type]
+        kv_heads=model.kv_heads,
+        batch=job.batch,
+        fsdp=str(layout.fsdp) if layout.fsdp else "none",  # type: ignore[arg-type]
+        cp_layout=layout.cp_layout,  # type: ignore[arg-type]
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        warmup=0,
+        steps=STEPS,
+    )
+
+
+def measured_machine(job: Job, layout: Layout, world: "MPI.Intracomm") -> Machine:
+    """Collective: return the mean speeds of all ranks, measured together, and of their messages."""
+    world.Barrier()
+    found = machine.measure(job.model, None, layout.tokens(job))
+    names = sorted(vars(found))
+    mean = np.mean(world.allgather([getattr(found, name) for name in names]), axis=0)
+    speeds = dict(zip(names, mean.tolist(), strict=True))
+    alpha, large = (_message(world, size) for size in (SMALL, LARGE))
+    speeds["alpha_intra"] = alpha
+    speeds["beta_intra"] = max(0.0, large - alpha) / LARGE
+    return Machine(**speeds)
+
+
+def _message(world: "MPI.Intracomm", nbytes: int) -> float:
+    """Collective: return the middle seconds of a message of one rank to another one."""
+    data = np.zeros(nbytes, np.uint8)
+    peer = world.rank ^ 1
+    times = [0.0]
+    if peer < world.size:
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            world.Sendrecv(data, peer, recvbuf=data.copy(), source=peer)
+            times.append(time.perf_counter() - start)
+    return float(max(world.allgather(median(times))))
+
+
+def check(job: Job, layout: Layout, world: "MPI.Intracomm", speeds: Machine) -> list[Found]:
+    """Collective: run a layout; return predictions and measurements, on every rank.
+
+    Raises ConfigError on every rank for what training refuses.
+    """
+    config = settings(job, layout)
+    config.validate(world.size)
+    together(world, lambda: read_table(table_path()))
+    predicted = predict(job, layout, Links(speeds, world.size, world.size))
+    tracemalloc.start()
+    try:
+        with Mesh(world, layout.pp, layout.dp, layout.cp, layout.tp) as mesh:
+            held = hold(config, mesh)
+            optimizer = _optimizer(job, held)
+            parts = _data(config, job, layout, mesh)
+            sizes = _memory(held, optimizer, parts, mesh)
+            tracemalloc.stop()
+            seconds = _time(held, optimizer, parts, mesh)
+            held.destroy()
+    finally:
+        tracemalloc.stop()
+    mine = np.array([*sizes, seconds])
+    everyone = np.array(world.allgather(mine))
+    return _rows(predicted, everyone)
+
+
+def _optimizer(job: Job, held: Held) -> Any:
+    kind = AdamW if job.optimizer == "adamw" else SGD
+    return kind(held.parameters(), 1e-4)
+
+
+def _data(config: TrainConfig, job: Job, layout: Layout, mesh: Mesh) -> list[Rows]:
+    """Return this rank's micro-batches of one step, of random tokens."""
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (job.batch, config.seq + 1))
+    at = context_positions(config.seq, layout.cp, mesh.cp.rank, config.cp_layout)
+    mine = np.array_split(np.arange(job.batch), layout.dp)[mesh.dp.rank]
+    count = 1 if layout.pp > 1 else layout.microbatches
+    return [
+        Rows(int(rows[0]), tokens[rows][:, at], tokens[rows][:, at + 1], at)
+        for rows in np.array_split(mine, count)
+    ]
+
+
+def _memory(held: Held, optimizer: Any, parts: list[Rows], mesh: Mesh) -> list[float]:
+    """Run two steps; return the bytes that stay after one, and the most during another."""
+    train_step(1, parts, held, optimizer, mesh, 1.0)
+    gc.collect()
+    stays = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    train_step(2, parts, held, optimizer, mesh, 1.0)
+    return [float(stays), float(tracemalloc.get_traced_memory()[1])]
+
+
+def _time(held: Held, optimizer: Any, parts: list[Rows], mesh: Mesh) -> float:
+    """Return the middle seconds of some steps."""
+    times = []
+    for step in range(3, 3 + STEPS):
+        mesh.world.barrier()
+        start = time.perf_counter()
+        train_step(step, parts, held, optimizer, mesh, 1.0)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _rows(predicted: Plan, everyone: np.ndarray) -> list[Found]:
+    """Return what there is to compare, each of the rank that needs most."""
+    between, peak, seconds = everyone.max(axis=0)
+    held = predicted.memory
+    stays = held.total - held.activations
+    return [
+        Found("bytes between steps", stays, between),
+        Found("bytes at the peak", held.total, peak),
+        Found("seconds of a step", predicted.step, seconds),
+    ]
