@@ -62,7 +62,7 @@ def judge(told: Sequence[Facts], job: Job) -> Finding:
     facts = [{"node": n, "offset_s": o, "uncertain_s": u} for n, (o, u) in enumerate(offsets)]
     if len(offsets) == 1:
         return Finding("clocks", "ok", "one node, one clock", "", facts)
-    furthest = max(range(len(offsets)), key=lambda n: abs(offsets[n][0]) - offsets[n][1])
+    furthest = max(range(1, len(offsets)), key=lambda n: abs(offsets[n][0]) - offsets[n][1])
     offset, uncertain = offsets[furthest]
     words = f"furthest from rank 0's: {job.where(furthest)}, {offset * 1e3:+.3f} ms"
     words += f" (within {uncertain * 1e3:.3f} ms)"

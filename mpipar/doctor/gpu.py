@@ -27,7 +27,7 @@ def probe(machine: Machine) -> Facts:
     if facts["cupy"]:
         facts |= _devices(machine)
     local = machine.team.local
-    able = facts["devices"] > 0 and facts["aware"]
+    able = bool(facts["devices"] and facts["aware"])
     if local.allreduce(able, MPI.LAND) and local.size > 1 and local.rank < 2:
         facts["probe"] = _exchange(local)
     return facts

@@ -1,11 +1,15 @@
 """The checks of doctor on all ranks at once, on one node and on pretended ones."""
 
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipar.doctor import clocks, examine, links, machine, speed, storage
+from mpipar.doctor import clocks, examine, gpu, links, machine, speed, storage
 from mpipar.doctor.finding import Facts
 
 QUICK = tuple(check for check in examine.CHECKS if check.name not in ("kernels", "threads"))
@@ -71,3 +75,38 @@ def test_one_rank_without_the_folder_stops_no_other(
         finding = storage.judge(told, job)
         assert finding.verdict == "problem"
         assert f"rank {world.size - 1}" in finding.words
+
+
+def fake_cupy(device: int) -> ModuleType:
+    """What the probe uses of CuPy, over host memory, with four devices."""
+    runtime = SimpleNamespace(
+        CUDARuntimeError=RuntimeError,
+        getDeviceCount=lambda: 4,
+        getDevice=lambda: device,
+        getDeviceProperties=lambda _: {"name": b"H100"},
+        deviceGetPCIBusId=lambda number: f"0000:0{number}:00.0",
+    )
+    cupy = ModuleType("cupy")
+    cupy.__spec__ = ModuleSpec("cupy", None)
+    cupy.arange, cupy.empty_like = np.arange, np.empty_like  # type: ignore[attr-defined]
+    stream = SimpleNamespace(synchronize=lambda: None)
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        runtime=runtime, get_current_stream=lambda: stream
+    )
+    return cupy
+
+
+@pytest.mark.parametrize("aware", [True, False])
+def test_gpus_that_are_pretended(
+    aware: bool, world: MPI.Intracomm, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(world.rank))
+    monkeypatch.setattr(gpu, "cuda_support", lambda: aware)
+    (finding, *_) = examine.examine(world, shared_path, [gpu.CHECK]) or [None]
+    if finding is None:
+        return
+    assert finding.verdict == "ok"
+    assert ("is not CUDA-aware" in finding.words) == (not aware)
+    assert "H100 at 0000:00:00.0" in finding.words
+    tried = [one["rank"] for one in finding.facts if one["probe"] == "works"]
+    assert tried == ([0, 1] if aware and world.size > 1 else [])
