@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpipar.autograd import Tensor
+from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError
 from mpipar.kernels import (
     cross_entropy,
@@ -230,3 +232,20 @@ def test_masked_exponentials(tile: int, by_all: int, ahead: int) -> None:
     masked_exp.backward_loop(p, product, head, 2 * tile, 9, tile, by_all, ahead)
     assert np.allclose(p, expected * np.exp(-head)[:, None], rtol=2e-6)
     assert np.allclose(product, p * ds)
+
+
+def kept(y: Tensor, *inputs: Tensor) -> int:
+    """Return the bytes that an operation keeps for backward, besides its inputs."""
+    vjps = y.node.vjp if isinstance(y.node.vjp, tuple) else (y.node.vjp,)
+    found = [cell.cell_contents for f in vjps for cell in f.__closure__ or ()]
+    arrays = [x for part in found for x in (part if isinstance(part, tuple) else (part,))]
+    given = [id(x.data) for x in inputs]
+    return sum(x.nbytes for x in arrays if isinstance(x, np.ndarray) and id(x) not in given)
+
+
+def test_activations_are_not_kept_twice() -> None:
+    """Backward takes its inputs and computes the rest again; norms keep two numbers a row."""
+    x, w = Tensor(normal(6, 50), True), Tensor(normal(50), True)
+    assert kept(F.gelu(x), x) == kept(F.silu(x), x) == 0
+    assert kept(F.layer_norm(x, w, w), x, w) == 6 * 2 * 4
+    assert kept(F.rms_norm(x, w), x, w) == 6 * 4
