@@ -17,12 +17,10 @@ from math import ceil
 from typing import NamedTuple
 
 from mpipar.arrays import dtype as as_dtype
-from mpipar.comm.buckets import MEGABYTE
 from mpipar.plan.layout import Job, Layout
 from mpipar.plan.machine import Machine
+from mpipar.plan.memory import BUCKET
 from mpipar.schedule import make, simulate
-
-BUCKET = 25 * MEGABYTE  # of gradients, at most
 
 
 class Cost(NamedTuple):

@@ -8,7 +8,7 @@
 
 P: the bytes of the parameters of this rank's stages, cut over tp; M: in the optimiser's dtype
 (float32 for 16 bits, which add a float32 copy); n = dp x cp.  Parameters of fewer than 1000
-elements are never sharded.  ZeRO: Rajbhandari et al. 2020.
+elements are never sharded; messages have buffers besides.  ZeRO: Rajbhandari et al. 2020.
 
 Activations are what the tape keeps (`saved`) of the micro-batches that the pipeline's schedule has
 in flight; with recomputation that is a block's input, and one block at a time in full.  The numbers
@@ -27,6 +27,7 @@ from mpipar.plan.layout import Job, Layout
 from mpipar.plan.models import Weight, stage_weights
 from mpipar.schedule.pipeline import PipelineSchedule
 
+BUCKET = 25 << 20  # of gradients on their way at a time (FsdpConfig.bucket_mb)
 SMALL = 1000  # elements of a parameter that is not sharded (FsdpConfig.min_param_size)
 
 
@@ -63,6 +64,7 @@ def memory(job: Job, layout: Layout) -> Memory:
     totals = []
     for held, activations in zip(holdings(job, layout), kept, strict=True):
         weights, gradients, optimizer, buffers = shares(held, job, layout)
+        buffers += _messages(held, job, layout)
         totals.append(Memory(weights, gradients, optimizer, activations, buffers))
     return max(totals, key=lambda one: one.total)
 
@@ -120,6 +122,21 @@ def shares(held: Holding, job: Job, layout: Layout) -> tuple[float, float, float
     weights = shard if layout.fsdp == 3 else held.whole
     gradients = shard if cut else held.whole
     return weights * item, gradients * item, shard * optimizer_bytes(job), buffers * item
+
+
+def _messages(held: Holding, job: Job, layout: Layout) -> float:
+    """Return the bytes that messages are received in, or wait in to be sent.
+
+    Activations over tp (one) and pp (two each way); a bucket of gradients that are scattered.
+    """
+    item = as_dtype(job.model.dtype).itemsize
+    activation = layout.tokens(job) * job.model.dim * item
+    found = float(activation) if layout.tp > 1 else 0.0
+    if layout.pp > 1:
+        found += 4 * activation / (layout.tp if layout.sequence_parallel else 1)
+    if layout.fsdp:
+        found += min(BUCKET, held.whole * item) * (layout.plane - 1) / layout.plane
+    return found
 
 
 def optimizer_bytes(job: Job) -> int:
