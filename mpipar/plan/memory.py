@@ -3,8 +3,8 @@
     fsdp        weights   gradients                       optimiser        buffers
     none        P         P                               2 M
     1           P         P                               2 M / n
-    2           P         P/n, or P if accumulated        2 M / n          2 blocks and the rest
-    3           P/n       as 2                            2 M / n          twice that
+    2           P         P/n, or P if accumulated        2 M / n          1 block and the rest
+    3           P/n       as 2                            2 M / n          2 blocks and the rest too
 
 P: the bytes of the parameters of this rank's stages, cut over tp; M: in the optimiser's dtype
 (float32 for 16 bits, which add a float32 copy); n = dp x cp.  Parameters of fewer than 1000
@@ -116,9 +116,10 @@ def shares(held: Holding, job: Job, layout: Layout) -> tuple[float, float, float
     item = as_dtype(job.model.dtype).itemsize
     shard = updated(held, layout)
     gathered = min(held.blocks, 2) * held.block + held.rest
+    summed = held.block + held.rest  # gradients: one block is written while its sum is on its way
     adds_up = layout.microbatches > 1  # gradients stay whole until the last micro-batch
     cut = layout.fsdp >= 2 and not adds_up
-    buffers = gathered * (cut + (layout.fsdp == 3))
+    buffers = cut * summed + (layout.fsdp == 3) * gathered
     weights = shard if layout.fsdp == 3 else held.whole
     gradients = shard if cut else held.whole
     return weights * item, gradients * item, shard * optimizer_bytes(job), buffers * item
