@@ -45,7 +45,7 @@ def held(world: MPI.Intracomm, config: TrainConfig, layout: Layout) -> Iterator[
     """Yield (mesh, tree) of a model with its optimiser on a mesh of all ranks, or of this one."""
     raw = MPI.COMM_SELF if layout.get("ranks") == 1 else world
     config = replace(config, **{k: v for k, v in layout.items() if k != "ranks"})
-    with mp.Mesh(raw, config.pp, config.dp, config.cp, config.tp) as mesh:
+    with mp.Mesh(raw, config.pp, config.dp, config.cp, config.tp, config.ep) as mesh:
         made = hold(config, mesh)
         model = made.pipeline if isinstance(made, Staged) else made.replica
         yield mesh, {"model": model, "optimizer": AdamW(made.parameters())}
@@ -103,6 +103,18 @@ def test_any_mesh_loads_what_any_mesh_saved(
                 assert loaded["state"] == {"step": 7, "loss": 0.1}
                 assert loaded["model"] is tree["model"]
         same_files(folder, shared_path / "0")
+
+
+def test_experts_spread_over_ranks(world: MPI.Intracomm, shared_path: Path) -> None:
+    config = replace(TINY, layers=2, experts=4, shared=24, hidden=24)
+    meshes: list[Layout] = [{"ranks": 1}, {"ep": world.size}, {"fsdp": "3"}]
+    if world.size % 2 == 0:
+        meshes.append({"tp": 2, "ep": world.size // 2})
+    for number, source in enumerate(meshes):
+        save(shared_path / f"{number}", world, config, source)
+        with held(world, config, meshes[number - 1]) as (mesh, tree):
+            mp.load(shared_path / f"{number}", tree, mesh)
+            assert_right(tree, source)
 
 
 def same_files(folder: Path, first: Path) -> None:
