@@ -84,5 +84,7 @@ def test_weights_get_nothing_before() -> None:
     assert net.bias.grad is None
     assert x.grad is not None
     delay.run()
-    np.testing.assert_allclose(np.asarray(net.weight.grad), np.tile(X.sum((0, 1)), (8, 1)), rtol=1e-12)
+    np.testing.assert_allclose(
+        np.asarray(net.weight.grad), np.tile(X.sum((0, 1)), (8, 1)), rtol=1e-12
+    )
     np.testing.assert_allclose(np.asarray(net.bias.grad), 15.0)
