@@ -70,6 +70,20 @@ def test_sums_of_ranks_add_up_to_those_of_the_file(unit: int) -> None:
     assert total.tolist() == [of_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
 
 
+def test_sums_of_columns() -> None:
+    rng = np.random.default_rng(0)
+    matrix = rng.integers(0, 256, (3000, 4096), dtype=np.uint8)  # three blocks, at an odd place
+    head = 4096 + 8
+    total = np.zeros(-(-(matrix.size + head) // BLOCK), np.uint64)
+    for low, high in ((0, 1024), (1024, 1028), (1028, 4096)):
+        sums = Sums(matrix.size + head)
+        where = np.arange(3000) * 4096 + low + head
+        sums.add(matrix[:, low:high].reshape(-1), where, np.full(3000, high - low))
+        total += sums.values
+    data = np.concatenate([np.zeros(head, np.uint8), matrix.reshape(-1)])
+    assert total.tolist() == [of_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+
+
 def test_a_sum_is_that_of_words_times_weights() -> None:
     data = np.arange(11, dtype=np.uint8)
     words = np.append(data, np.uint8(0)).view("<u4").tolist()
