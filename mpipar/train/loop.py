@@ -130,8 +130,7 @@ def train_step(
     number of valid tokens.  Raises NonFiniteError on every rank if either is NaN or infinite, and
     ConfigError if `failure`, what went wrong with this rank's report, is not empty on any.
     """
-    mine = sum(np.count_nonzero(rows.targets != IGNORE) for rows in parts)
-    tokens = int(held.data.all_reduce(np.array([mine], np.int64))[0])
+    tokens = count_tokens(parts, held)
     optimizer.zero_grad()
     with np.errstate(over="ignore", invalid="ignore"):  # require_finite is the judge
         terms = [held.learn(rows, step, tokens, rows is parts[-1]) for rows in parts]
@@ -140,6 +139,12 @@ def train_step(
     require_finite(step, loss, norm, mesh, failure)
     optimizer.step(clip_factor(norm, clip) if clip else 1.0)
     return loss, norm, tokens
+
+
+def count_tokens(parts: Sequence[Rows], held: Held) -> int:
+    """Return the number of valid targets in the global batch."""
+    mine = sum(np.count_nonzero(rows.targets != IGNORE) for rows in parts)
+    return int(held.data.all_reduce(np.array([mine], np.int64))[0])
 
 
 def require_finite(step: int, loss: float, norm: float, mesh: Mesh, failure: str = "") -> None:

@@ -149,10 +149,10 @@ from mpipar.cli.train import Config, run
 
 count = loop.count_tokens
 
-def broken(parts, mesh):
+def broken(parts, held):
     if MPI.COMM_WORLD.rank == 1:
         {fault}
-    return count(parts, mesh)
+    return count(parts, held)
 
 loop.count_tokens = broken
 sys.exit(run(Config(layers=1, dim=32, heads=2, seq=16, batch=4, check_collectives=True)))
@@ -177,9 +177,9 @@ def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("mesh.dp.all_reduce(np.zeros(2, np.int64))", ["rank 1", "shape"]),
-        ("mesh.dp.all_reduce(np.zeros(1, np.float32))", ["rank 1", "float32", "int64"]),
-        ("mesh.dp.all_gather(np.zeros(1, np.int64))", ["rank 1", "all_gather", "all_reduce"]),
+        ("held.data.all_reduce(np.zeros(2, np.int64))", ["rank 1", "shape"]),
+        ("held.data.all_reduce(np.zeros(1, np.float32))", ["rank 1", "float32", "int64"]),
+        ("held.data.all_gather(np.zeros(1, np.int64))", ["rank 1", "all_gather", "all_reduce"]),
     ],
     ids=["shape", "dtype", "order"],
 )
