@@ -43,6 +43,7 @@ from .parallel.experts.moe import expert_parameters as expert_parameters
 from .parallel.fsdp import FSDP as FSDP
 from .parallel.fsdp import FsdpConfig as FsdpConfig
 from .parallel.fsdp import LossScaler as LossScaler
+from .parallel.inject import factories as factories
 from .parallel.loss import token_mean as token_mean
 from .parallel.loss import token_share as token_share
 from .parallel.mesh import Mesh as Mesh

@@ -2,6 +2,7 @@
 
 import sys
 
-from mpipar.cli.main import main
+if __name__ == "__main__":
+    from mpipar.cli.main import main
 
-sys.exit(main())
+    sys.exit(main())

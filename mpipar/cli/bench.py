@@ -123,15 +123,20 @@ def _collectives(config: Collectives, world: Any) -> None:
     together(world, lambda: _write_results(config, world.rank, rows))
 
 
+def _needs_peers(ranks: int, what: str) -> None:
+    """Raise ConfigError for a benchmark of messages on one rank."""
+    if ranks == 1:
+        fix = f"Start mpiexec -n 2 mpipar bench {what}"
+        raise ConfigError(explain("ranks", 1, f"bench {what} must have peers", fix))
+
+
 def check(config: Collectives, rank: int, ranks: int, local: int) -> None:
     """Raise ConfigError for what cannot be measured by `ranks` ranks, `local` on this machine."""
     from mpipar.bench.collectives import WINDOW
     from mpipar.comm import choice
     from mpipar.comm.calls import algorithms
 
-    if ranks == 1:
-        fix = "Start mpiexec -n 2 mpipar bench"
-        raise ConfigError(explain("ranks", 1, "collectives must have peers", fix))
+    _needs_peers(ranks, "collectives")
     for flag in ("names", "sizes"):
         if not getattr(config, flag):
             raise ConfigError(explain(flag, (), "there must be one at least", "Leave it out"))
@@ -285,6 +290,7 @@ def _pipeline(config: Pipeline, world: Any) -> None:
     from mpipar.train.agree import together
 
     def check() -> None:
+        _needs_peers(world.size, "pipeline")
         for flag in ("microbatches", "dim", "rows"):
             if getattr(config, flag) < 1:
                 value = getattr(config, flag)

@@ -131,7 +131,7 @@ def dense_norm(kind: type[LayerNorm | RMSNorm], dim: int, *, name: str, dtype: s
 def no_experts(*_: Any, **__: Any) -> Module:
     """Raise ConfigError: experts are made by who knows which ranks hold them."""
     rule = "a model with experts is told how they are made, and was not"
-    fix = "Pass experts=, one of mpipar.parallel.inject.factories(mesh)"
+    fix = "Pass experts=, one of mp.factories(mesh)"
     raise ConfigError(explain("experts", None, rule, fix))
 
 

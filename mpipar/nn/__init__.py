@@ -1,6 +1,6 @@
 """Layers, parameters, and the description of where a parameter's block lies."""
 
-from mpipar.nn.activation import GELU, ReLU, SiLU
+from mpipar.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpipar.nn.dropout import Dropout
 from mpipar.nn.embedding import Embedding
 from mpipar.nn.linear import Linear
@@ -24,5 +24,7 @@ __all__ = [
     "Sequential",
     "Shard",
     "SiLU",
+    "Sigmoid",
     "Spec",
+    "Tanh",
 ]

@@ -32,6 +32,22 @@ class GELU(Module):
         return f"approximate={self.approximate!r}"
 
 
+class Tanh(Module):
+    """The hyperbolic tangent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (...) to (...)."""
+        return F.tanh(x)
+
+
+class Sigmoid(Module):
+    """1 / (1 + exp(-x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (...) to (...)."""
+        return F.sigmoid(x)
+
+
 class SiLU(Module):
     """x * sigmoid(x)."""
 

@@ -35,7 +35,7 @@ class LayerNorm(Module):
 
     def extra_repr(self) -> str:
         """Return the size."""
-        return f"{self.weight.size}, eps={self.eps}"
+        return f"{self.weight.spec.shape[0]}, eps={self.eps}"
 
 
 class RMSNorm(Module):
@@ -56,7 +56,7 @@ class RMSNorm(Module):
 
     def extra_repr(self) -> str:
         """Return the size."""
-        return f"{self.weight.size}, eps={self.eps}"
+        return f"{self.weight.spec.shape[0]}, eps={self.eps}"
 
 
 def _vector(value: float, dim: int, name: str, dtype: str) -> Parameter:

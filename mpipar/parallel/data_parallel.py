@@ -23,6 +23,7 @@ of the gradients, most of it beside backward, and one of a byte a parameter.
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,33 @@ class DataParallel:
 
         model = mp.DataParallel(model, mesh.dp)
         for x, y in batches:
-            loss = loss_of(model(x), y)
+            loss = loss_of(model(x), y)           # the mean over this rank's part
             model.zero_grad()
             loss.backward()                       # leaves the mean over the ranks in .grad
             optimizer.step()
 
+    A loss of `token_mean` is the mean over all ranks already; op="sum" adds their gradients:
+
+        model = mp.DataParallel(model, mesh.dp, op="sum")
+        loss = mp.token_mean(*model.loss(tokens, targets), mesh.dp)
+
+    Accumulation, of the mean over 4 batches:
+
+        model = mp.DataParallel(model, mesh.dp, accumulation_steps=4)
+        for number, (x, y) in enumerate(batches):
+            loss_of(model(x), y).backward()       # every fourth reduces, and divides by 4
+            if number % 4 == 3:
+                optimizer.step()
+                model.zero_grad()
+
+    With accumulation_steps=1, backwards in `no_sync()` and the one after it are added, not divided:
+    for losses that `token_mean(..., total=)` has divided by the number of the whole batch.
+
     What is in `.grad` of the parameters is reduced, so clear the gradients between steps.  After
     a step they are views of buckets, which the next backward writes again: copy what you keep.  On
-    one node they lie there once for all ranks (see `shared`) and cannot be written in place: clip
-    with `clip_grad_norm`, which makes copies, or pass `clip_factor(norm, max_norm)` to
-    `optimizer.step(grad_scale=)`, which needs none.
+    one node they lie there once for all ranks and are READ-ONLY: clip with `clip_grad_norm`, which
+    makes copies, or pass `clip_factor(norm, max_norm)` to `optimizer.step(grad_scale=)`, which
+    needs none; shared=False makes gradients that can be written.
     Attributes are those of the module, and so are the names in `state_dict`.
     Experts that are spread over a group (see `MoE`) are left alone: each rank has others.
     """
@@ -68,7 +86,7 @@ class DataParallel:
         """Collective over `comm`: every rank gets the parameters of rank 0.
 
         accumulation_steps: backward communicates every so many times, and the gradient is the mean
-        over them.
+        over them, whatever `op` is over the ranks.
         bucket_mb, wire_dtype, shared: those of GradientSynchronizer.
         op: "mean" over the ranks, or "sum", for losses that are terms of one mean (`token_mean`).
 
@@ -123,6 +141,17 @@ class DataParallel:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of this class and of the module."""
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def __repr__(self) -> str:
+        """Return the settings and the module."""
+        how = f"{self.comm!r}, op={self._synchronizer.op!r}"
+        if self.accumulation_steps > 1:
+            how += f", accumulation_steps={self.accumulation_steps}"
+        return f"{type(self).__name__}({how},\n{indent(repr(self.module), '  ')}\n)"
 
     def train(self, mode: bool = True) -> "DataParallel":
         """Set `training` in the module; returns self."""

@@ -31,7 +31,9 @@ def token_mean(loss_sum: Any, count: int, comm: Communicator, *, total: int | No
     several micro-batches: the count over all of them and all ranks, the same on every rank; the
     means then add up to the mean over the whole batch, and so do the gradients.
 
-    The sums are taken in float64.  Gradient: grad / (total count) to this rank's loss_sum.
+    The sums are taken in float64.  Gradient: grad / (total count) to this rank's loss_sum, which is
+    this rank's term of the gradient: what adds up the ranks' must not divide again.  That is
+    `sum_gradients`, DataParallel(op="sum") and FSDP(op="sum"), not their default op="mean".
 
     Raises ConfigError on every rank if there is no valid token in the whole group, and before any
     message for a loss_sum that is no single floating-point number or a count that is no number.

@@ -60,15 +60,21 @@ def resolve(ranks: int, pp: int, dp: int | None, cp: int, tp: int, ep: int) -> A
         rule = f"the sizes multiply to the number of ranks, {ranks}"
         if dp is None:
             rule = f"pp*cp*tp = {rest} divides the number of ranks, {ranks}"
-        near = "; or ".join(
-            " ".join(f"{n}={s}" for n, s in a.items()) for a in nearest(ranks, shape)
-        )
-        raise ConfigError(explain("mesh", given, rule, f"Nearest that work: {near}"))
+        raise ConfigError(explain("mesh", given, rule, _ways_out(ranks, shape)))
     plane = shape.dp * shape.cp
     if plane % ep:
         fits = ", ".join(str(d) for d in range(1, plane + 1) if plane % d == 0)
         raise ConfigError(explain("ep", ep, f"ep divides dp*cp = {plane}", f"Choose from {fits}"))
     return shape
+
+
+def _ways_out(ranks: int, shape: Axes) -> str:
+    """Say how `ranks` ranks get a mesh; one that was started alone was meant to have company."""
+    near = "; or ".join(" ".join(f"{n}={s}" for n, s in a.items()) for a in nearest(ranks, shape))
+    if ranks > 1:
+        return f"Nearest that work: {near}"
+    start = f"Start it with `mpiexec -n {prod(shape)} python PROGRAM`"
+    return f"{start}, the mpiexec of this Python's environment. On one rank: {near}"
 
 
 def nearest(ranks: int, shape: Axes, count: int = 3) -> list[dict[str, int]]:

@@ -329,3 +329,11 @@ def test_another_module_on_one_rank(world: MPI.Intracomm) -> None:
         with pytest.raises(MismatchError, match="registered other parameters"):
             mp.DataParallel(net, comm)
         comm.barrier()
+
+
+def test_it_looks_like_its_module(comm: mp.Communicator) -> None:
+    with mp.DataParallel(mp.nn.Linear(3, 2, name="only"), comm, accumulation_steps=2) as net:
+        assert {"parameters", "state_dict", "zero_grad", "weight", "no_sync"} <= set(dir(net))
+        assert "accumulation_steps=2" in repr(net)
+        assert repr(comm) in repr(net)
+        assert "\n  Linear(in_features=3, out_features=2, bias=True)\n" in repr(net)

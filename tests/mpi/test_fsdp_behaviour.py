@@ -367,3 +367,14 @@ def test_mistakes_have_names(world: MPI.Intracomm) -> None:
                 mp.FSDP(made, comm, full(cpu_offload=True)).destroy()
         else:
             mp.FSDP(made, comm, full(cpu_offload=True)).destroy()
+
+
+def test_it_looks_like_its_module(comm: mp.Communicator) -> None:
+    shown = repr(model())
+    with mp.FSDP(model(), comm, full(min_param_size=0)) as net:
+        assert {"parameters", "full_state_dict", "zero_grad", "blocks", "loss"} <= set(dir(net))
+        assert repr(comm) in repr(net)
+        assert "FULL_SHARD, op='mean'" in repr(net)
+        assert [line.strip() for line in repr(net).splitlines()[1:-1]] == [
+            line.strip() for line in shown.splitlines()
+        ]

@@ -39,6 +39,17 @@ def test_functional_is_a_module_of_its_own() -> None:
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
+def test_every_module_can_be_imported_and_none_runs_a_command() -> None:
+    code = (
+        "import pkgutil, importlib, mpi4py, mpipar; mpi4py.rc.initialize = False; "
+        "found = pkgutil.walk_packages(mpipar.__path__, 'mpipar.'); "
+        "print(sum(importlib.import_module(one.name) is not None for one in found))"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
 def test_every_public_name_can_be_loaded() -> None:
     code = "import mpipar; print(len([getattr(mpipar, name) for name in mpipar.__all__]))"
     done = run([sys.executable, "-c", code])

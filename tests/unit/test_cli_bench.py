@@ -46,6 +46,13 @@ def test_a_mistake_is_one_line_of_the_job(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("what", ["collectives", "pipeline"])
+def test_messages_need_peers(what: str) -> None:
+    result = run([sys.executable, *BENCH, what], timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.rstrip().endswith(f"Start mpiexec -n 2 mpipar bench {what}")
+
+
 def test_a_short_measurement_is_written(tmp_path: Path) -> None:
     flags = ["--sizes", "64", "--algorithms", "ring", "--json", tmp_path / "x.json", "--tune"]
     env = {"MPIPAR_TUNING": str(tmp_path / "cache" / "tuning.json")}

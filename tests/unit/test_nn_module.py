@@ -21,8 +21,10 @@ from mpipar.nn import (
     Parameter,
     ReLU,
     Sequential,
+    Sigmoid,
     SiLU,
     Spec,
+    Tanh,
 )
 
 
@@ -215,6 +217,8 @@ EXACT_GELU = partial(F.gelu, approximate="none")
         (ReLU(), F.relu),
         (GELU(), F.gelu),
         (SiLU(), F.silu),
+        (Tanh(), F.tanh),
+        (Sigmoid(), F.sigmoid),
         (GELU("none"), EXACT_GELU),
     ],
 )

@@ -35,6 +35,12 @@ def test_sizes_that_cannot_be_name_what_can(sizes: tuple, words: tuple[str, ...]
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 1), (2, None, 1, 2, 1)])
+def test_a_program_started_alone_is_told_how_to_start(sizes: tuple) -> None:
+    with pytest.raises(ConfigError, match=r"Start it with `mpiexec -n 4 python PROGRAM`.* dp=1"):
+        resolve(1, *sizes)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 7, 12, 1024])
 def test_every_nearest_shape_multiplies_to_the_ranks(ranks: int) -> None:
     for shape in nearest(ranks, resolve(24, 2, None, 1, 3, 1)):

@@ -31,7 +31,9 @@ class NothingToOffloadWarning(UserWarning):
 class FsdpConfig:
     """Settings of FSDP, the same on every rank; `dataclasses.asdict` gives plain values.
 
-    sharding_strategy: one of STRATEGIES; see the module.
+    sharding_strategy: what is cut over the ranks: the optimiser's state ("SHARD_OPTIMIZER",
+    ZeRO-1), gradients too ("SHARD_GRAD_OP", ZeRO-2), parameters too ("FULL_SHARD", ZeRO-3, and
+    "HYBRID_SHARD", the same within groups of shard_size ranks), or nothing ("NO_SHARD").
     shard_size: for HYBRID_SHARD, how many neighbouring ranks share one copy of the parameters.
     min_param_size: parameters with fewer elements stay whole on every rank.
     cpu_offload: keep shards and the optimiser's state in host memory.

@@ -17,6 +17,7 @@ all_gather where parameters are freed between forward and backward.
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 from mpipar.arrays import Array
@@ -40,12 +41,26 @@ from mpipar.parallel.fsdp.watch import Watch
 class FSDP:
     """A module that the ranks of `comm` share out, fed with another part of the batch on each.
 
-        model = mp.FSDP(model, mesh.dp, mp.FsdpConfig(sharding_strategy="FULL_SHARD"))
+        model = mp.FSDP(model, mesh.dp, mp.FsdpConfig("FULL_SHARD"))
         optimizer = mp.optim.AdamW(model.parameters())       # of the shards, so after FSDP
         for x, y in batches:
             model.zero_grad()
             loss_of(model(x), y).backward()                  # leaves this rank's part of the mean
+            mp.clip_grad_norm(model.parameters(), 1.0, mesh)  # with the mesh: shards are parts
             optimizer.step()
+
+    What each strategy cuts over the ranks:
+
+        SHARD_OPTIMIZER   ZeRO-1   the optimiser's state
+        SHARD_GRAD_OP     ZeRO-2   and gradients
+        FULL_SHARD        ZeRO-3   and parameters, gathered while a unit is computed
+        HYBRID_SHARD      ZeRO-3 within groups of shard_size ranks, data parallel between them
+        NO_SHARD          nothing, data parallel
+
+    A loss of `token_mean` is the mean over all ranks already: pass op="sum".
+    Accumulation: gradients of backwards without `zero_grad` between them are ADDED, reduced by each
+    (or by the last alone, see `no_sync`), and never divided by their number, as
+    DataParallel(accumulation_steps=) does: divide the loss.
 
     Every rank runs every forward and backward.  The module's own parameters are there while it
     runs, and empty otherwise; what there is of them on this rank is in `parameters()`.
@@ -191,6 +206,15 @@ class FSDP:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of this class and of the module."""
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def __repr__(self) -> str:
+        """Return the settings and the module."""
+        how = f"{self.comm!r}, {self.config.sharding_strategy}, op={self.op!r}"
+        return f"{type(self).__name__}({how},\n{indent(repr(self.module), '  ')}\n)"
 
     def train(self, mode: bool = True) -> "FSDP":
         """Set `training` in the module; returns self."""
