@@ -7,7 +7,7 @@ One small all-gather.  Where a rank has found something wrong, or where the rank
 them raise together and nothing else is sent.  In a group of one nothing is sent at all.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -26,11 +26,13 @@ def agree(
     facts: Mapping[str, int],
     differ: Collection[str] = (),
     problem: MpiparError | None = None,
+    show: Mapping[str, Callable[[int], object]] | None = None,
 ) -> Table:
     """Return for each fact its value on every rank.
 
     facts: whole numbers under the same names on every rank.  differ: those that need not be equal.
     problem: what this rank has found wrong; its facts count for nothing then.
+    show: for facts that are numbers of something: what a message says in place of the number.
 
     Raises, on every rank: the problem of the lowest rank that has one; MismatchError if facts that
     should be equal are not.
@@ -49,7 +51,8 @@ def agree(
     table = {name: tuple(rows[:, 1 + i].tolist()) for i, name in enumerate(facts)}
     wrong = [name for name, values in table.items() if name not in differ and len({*values}) > 1]
     if wrong:
-        texts = [", ".join(f"{n}={table[n][rank]}" for n in wrong) for rank in range(group.size)]
+        said = {n: [(show or {}).get(n, int)(value) for value in table[n]] for n in wrong}
+        texts = [", ".join(f"{n}={said[n][rank]}" for n in wrong) for rank in range(group.size)]
         each = describe_groups(dict(enumerate(texts)))
         raise MismatchError(f"the ranks call {what} with different arguments: {each}")
     return table

@@ -246,6 +246,7 @@ def test_bad_input_is_an_error_on_every_rank(comm: Communicator) -> None:
         (ConfigError, "ring=0", lambda: context_attention(q, q, q, comm, ring=0)),
         (BufferMismatchError, "shapes", lambda: ring_attention(q, draw(5), draw(4), comm)),
         (BufferMismatchError, "shapes", lambda: ring_attention(q[0], q[0], q[0], comm)),
+        (BufferMismatchError, "must not be 0", lambda: ring_attention(*3 * [q[..., :0]], comm)),
         (DtypeMismatchError, "dtypes", lambda: ulysses_attention(q, q, draw(4, 4, "int64"), comm)),
     ]
     if p > 1:
@@ -254,10 +255,19 @@ def test_bad_input_is_an_error_on_every_rank(comm: Communicator) -> None:
         few, wrong = draw(4, p - 1), draw(4, 3 if last else 4)
         cases += [
             (BufferMismatchError, "tokens in", lambda: ring_attention(*3 * [longer], comm)),
-            (MismatchError, "dtype", lambda: ring_attention(*3 * [other], comm)),
+            (
+                MismatchError,
+                f"dtype=float64; rank {p - 1}: dtype=float32",
+                lambda: ring_attention(*3 * [other], comm),
+            ),
+            (
+                MismatchError,
+                f"layout=zigzag; rank {p - 1}: layout=contiguous",
+                lambda: ring_attention(q, q, q, comm, layout="contiguous" if last else "zigzag"),
+            ),
             (ConfigError, f"heads={p - 1}", lambda: ulysses_attention(few, few, few, comm)),
             (ConfigError, "kv heads=3", lambda: ring_attention(q, wrong, wrong, comm)),
-            (MismatchError, "causal", lambda: ring_attention(q, q, q, comm, last)),
+            (MismatchError, "causal=False", lambda: ring_attention(q, q, q, comm, last)),
             (ConfigError, "ring", lambda: context_attention(q, q, q, comm, p, p)),
         ]
     for kind, text, call in cases:

@@ -191,12 +191,13 @@ def test_messages(comm: Communicator) -> None:
     moe = make(comm, 4, 2)
     x = Tensor(tokens(5), requires_grad=True)
     out = moe(x)
-    assert dict(comm.calls) == (
-        {"all_gather": 1, "all_to_all": 2, "all_reduce": 1} if several else {}
+    assert dict(comm.calls) == (  # the first time, one all_gather tells the settings
+        {"all_gather": 2, "all_to_all": 2, "all_reduce": 1} if several else {}
     )
     out.sum().backward()
     assert comm.calls["all_to_all"] == 4 * several
-    assert comm.calls.total() == 6 * several
+    moe(x)
+    assert comm.calls["all_gather"] == 3 * several
 
 
 # ---- with a mesh
@@ -314,5 +315,34 @@ def test_bad_settings_and_input(comm: Communicator, alone: Communicator) -> None
     if comm.size > 1:
         with pytest.raises(MismatchError, match="index"):
             moe(Tensor(np.ones((3, DIM))), np.arange(3) if last else None)
+        with pytest.raises(MismatchError, match=f"rank {comm.size - 1}: training=False"):
+            moe.train(not last)(Tensor(np.ones((3, DIM))))
+        moe.train()
     assert comm.calls["all_to_all"] == 0
     moe(Tensor(np.ones((3, DIM))))  # the communicator goes on
+
+
+def test_layers_made_with_different_settings(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    last = comm.rank == comm.size - 1
+    for name, usual, other in (
+        ("k", 2, 1),
+        ("experts", 4, 6),
+        ("capacity", None, 3),
+        ("capacity_factor", None, 1.25),
+        ("activation", "gelu", "swiglu"),
+        ("normalise", True, False),
+        ("shared", 0, 5),
+        ("dtype", "float64", "float32"),
+    ):
+        given = {"experts": 4, "k": 2, "normalise": True, name: other if last else usual}
+        moe = make(comm, **given)
+        for _ in range(2):  # it is not taken for agreed on after an error
+            with pytest.raises(MismatchError) as caught:
+                moe(Tensor(tokens(3).astype(given.get("dtype", "float64"))))
+            assert f"rank {comm.size - 1}: {name}={other}" in str(caught.value)
+            assert f"{name}={usual};" in str(caught.value)
+    moe = MoE(DIM, HIDDEN + last, 4, 2, comm, name="moe", dtype="float64")
+    with pytest.raises(MismatchError, match=f"hidden={HIDDEN}; .*hidden={HIDDEN + 1}"):
+        moe(Tensor(tokens(3)))

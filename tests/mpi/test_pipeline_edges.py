@@ -133,6 +133,20 @@ def test_an_error_in_one_stage_is_raised_on_all_ranks(comm: Communicator) -> Non
         Pipeline(stage, comm, "gpipe", 2)
 
 
+def test_any_error_of_the_function_of_stages_is_raised_on_all_ranks(comm: Communicator) -> None:
+    def stage(number: int) -> nn.Linear:
+        if number == comm.size - 1:
+            raise FileNotFoundError("no weights here")
+        return nn.Linear(4, 4)
+
+    text = rf"stages\({comm.size - 1}\) raised FileNotFoundError: no weights here"
+    with pytest.raises(ConfigError, match=text) as caught:
+        Pipeline(stage, comm, "gpipe", 2)
+    if comm.rank == comm.size - 1:
+        assert isinstance(caught.value.__cause__, FileNotFoundError)
+    Pipeline(layer, comm, "gpipe", 2).destroy()  # the communicator goes on
+
+
 def test_parameters_of_one_name_but_other_shapes(comm: Communicator) -> None:
     if comm.size == 1:
         return

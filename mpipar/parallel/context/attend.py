@@ -48,6 +48,11 @@ from mpipar.parallel.context.ulysses import ToHeads, ToTokens, Trade, heads_of
 from mpipar.parallel.mesh import Mesh
 
 ORDERS = ("contiguous", "zigzag")
+SHOWN: dict[str, Callable[[int], object]] = {
+    "dtype": DTYPES.__getitem__,
+    "layout": ORDERS.__getitem__,
+    "causal": bool,
+}  # how a message says them
 
 
 class Arrangement(NamedTuple):
@@ -67,8 +72,9 @@ def ulysses_attention(q: Any, k: Any, v: Any, comm: Communicator, causal: bool =
     tokens; H is a multiple of G and at least p.  Returns a Tensor [B, S/p, H, D].
 
     Raises, on every rank and before the data is sent: ConfigError if there are fewer heads than
-    ranks, or H is no multiple of G; BufferMismatchError for shapes that do not belong together;
-    DtypeMismatchError for dtypes that differ or are no floats; MismatchError if the ranks differ.
+    ranks, or H is no multiple of G; BufferMismatchError for shapes that do not belong together,
+    or a D of 0; DtypeMismatchError for dtypes that differ or are no floats; MismatchError if the
+    ranks differ.
     """
     return context_attention(q, k, v, comm, comm.size, 1, causal, "contiguous")
 
@@ -196,7 +202,7 @@ def _arrange(
         facts = dict(zip(facts, (*values, ORDERS.index(layout)), strict=True))
     except MpiparError as error:
         problem = error
-    table = agree(comm.process_group, "context attention", facts, ("length",), problem)
+    table = agree(comm.process_group, "context attention", facts, ("length",), problem, SHOWN)
     total = sum(table["length"])
     assert layout is not None, "checked above"
     held = tuple(ranges_of(total, comm.size, rank, layout) for rank in range(comm.size))
@@ -237,6 +243,11 @@ def _checked(q: Any, k: Any, v: Any, ulysses: int) -> tuple[tuple[int, ...], int
         given = (q.dtype.name, k.dtype.name, v.dtype.name)
         rule = "q, k and v must have one floating-point dtype"
         raise DtypeMismatchError(explain("q, k, v dtypes", given, rule, "Convert them"))
+    if not q.shape[3]:
+        rule = "a head has at least one number: the last dimension must not be 0"
+        raise BufferMismatchError(
+            explain("q, k, v shapes", shapes, rule, "Pass a dim of 1 or more")
+        )
     heads, kv_heads = q.shape[2], k.shape[2]
     if kv_heads < 1 or heads % kv_heads:
         rule = f"the {heads} query heads are a multiple of the kv heads"

@@ -13,7 +13,8 @@
 
 Shazeer et al. (2017); GShard (Lepikhin et al., 2020); Switch Transformers (Fedus et al., 2021).
 Cost: 2 exchanges forward and 2 backward, each of k T C (p-1)/p elements a rank if tokens spread
-evenly; an all_gather and an all_reduce of E numbers.
+evenly; an all_gather and an all_reduce of E numbers.  Before the first call, one all_gather of the
+settings.
 
 Whose gradients are summed over which ranks of a mesh:
 
@@ -25,6 +26,7 @@ Whose gradients are summed over which ranks of a mesh:
 With an ep of 1 experts are replicated like any other parameter.
 """
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -54,6 +56,13 @@ from mpipar.parallel.replicated import copy_to, reduce_from
 
 AXIS = "ep"
 ACTIVATIONS = ("gelu", "swiglu")
+SHOWN: dict[str, Callable[[int], object]] = {
+    "activation": ACTIVATIONS.__getitem__,
+    "dtype": DTYPES.__getitem__,
+    "capacity": lambda value: value or None,
+    "capacity_factor": lambda bits: float(np.int64(bits).view(np.float64)) or None,
+    **dict.fromkeys(("normalise", "index", "training"), bool),
+}  # how a message says them
 
 
 class MoE(Module):
@@ -91,6 +100,9 @@ class MoE(Module):
     ) -> None:
         """Make this rank's experts (partition.blocks of `experts`), without communication.
 
+        All settings but seed and std must be those of every rank of `over`, at the latest when
+        `forward` runs for the first time.
+
         dim: C.  hidden: H, of each expert.  k: experts a token.  comm: the ranks that share the
         experts, mesh.ep.
         capacity: how many tokens each expert takes in a call, over all ranks of `over`; None: all.
@@ -117,6 +129,7 @@ class MoE(Module):
         self.normalise = k > 1 if normalise is None else bool(normalise)
         self.balance_loss: Tensor | None = None
         self.load, self.dropped = np.zeros(experts, np.int64), 0
+        self.shared, self._settings_agreed = shared, False
         self._rows_of_over = [over.ranks.index(rank) for rank in comm.ranks]
         seed = init.seed_of(seed, name)
         down_std = std if down_std is None else down_std
@@ -147,8 +160,10 @@ class MoE(Module):
         chosen its tokens: the same ones whatever rank holds them.  None: in the order of the ranks.
 
         Raises BufferMismatchError, on every rank and before tokens travel, for an x of another
-        width or an index of another shape, and MismatchError if the ranks differ.
+        width or an index of another shape, and MismatchError if the ranks differ; in the first
+        call also if the layers were made with different settings.
         """
+        self._agree_on_settings()
         problem = self._problem(x, index)
         if problem is None:
             tokens = (x if isinstance(x, Tensor) else Tensor(x)).reshape(-1, self.dim)  # (T, C)
@@ -175,9 +190,11 @@ class MoE(Module):
         numbers = np.bincount(choice.reshape(-1), minlength=self.experts).tolist()
         kind = 0 if problem else DTYPES.index(dtype.name)
         facts = {"dtype": kind, "index": int(index is not None), "tokens": len(choice)}
+        facts["training"] = int(self.training)  # the block drops tokens only then
         told = [f"to expert {e}" for e in range(self.experts)]
         facts.update(zip(told, numbers, strict=True))
-        table = agree(self.over.process_group, "MoE", facts, {"tokens", *told}, problem)
+        differ = {"tokens", *told}
+        table = agree(self.over.process_group, "MoE", facts, differ, problem, SHOWN)
         counts = np.array([table[one] for one in told]).T  # (ranks of over, E)
         self.load, total = counts.sum(0), sum(table["tokens"])
         capacity = self._limit(total)
@@ -192,6 +209,22 @@ class MoE(Module):
             )
         self.dropped = int(counts.sum() - kept.sum())
         return make_plan(choice, keep, kept[self._rows_of_over], self.comm), total
+
+    def _agree_on_settings(self) -> None:
+        """Collective in the first call: raise MismatchError if layers were made differently."""
+        if self._settings_agreed:
+            return
+        facts = {name: int(getattr(self, name)) for name in ("dim", "hidden", "experts", "k")}
+        facts["capacity"] = int(self.capacity or 0)
+        facts["capacity_factor"] = _bits(self.capacity_factor)
+        facts["activation"] = ACTIVATIONS.index(self.activation)
+        facts["normalise"] = int(self.normalise)
+        facts["shared"] = int(self.shared)
+        facts["ranks of ep"] = self.comm.size
+        facts["ranks of tp"] = 1 if self.tp is None else self.tp.size
+        facts["dtype"] = DTYPES.index(self.router.dtype.name)
+        agree(self.over.process_group, "MoE", facts, show=SHOWN)
+        self._settings_agreed = True
 
     def _limit(self, total: int) -> int | None:
         """Return how many of `total` tokens an expert takes; None: all that come."""
@@ -252,6 +285,11 @@ def balance_loss(module: Module) -> Any:
 def expert_parameters(module: Module) -> list[Parameter]:
     """Return the parameters of experts that are spread over a group: "ep" is in their specs."""
     return [param for param in module.parameters() if AXIS in param.spec.placements]
+
+
+def _bits(factor: float | None) -> int:
+    """Return a number that only this factor has; 0 for None."""
+    return int(np.float64(factor or 0.0).view(np.int64))
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -57,9 +57,11 @@ def arrange(
 def build(comm: Communicator, stages: Stages, held: tuple[int, ...]) -> dict[int, Any]:
     """Collective: return this rank's modules by their stage.
 
-    Raises on every rank what the function of the stages raised on one.
+    Raises on every rank what the function of the stages raised on one: as ConfigError, if it is no
+    error of mpipar's.
     """
     error: MpiparError | None = None
+    cause: Exception | None = None
     made: dict[int, Any] = {}
     try:
         for stage in held:
@@ -70,7 +72,13 @@ def build(comm: Communicator, stages: Stages, held: tuple[int, ...]) -> dict[int
                 raise ConfigError(explain(f"stages[{stage}]", kind, rule, fix))
     except MpiparError as caught:
         error = caught
-    exchange(comm, (), error)
+    except Exception as caught:  # from the function, whatever it is: the others must not wait
+        cause = caught
+        error = ConfigError(f"stages({stage}) raised {type(caught).__name__}: {caught}")
+    try:
+        exchange(comm, (), error)
+    except MpiparError as told:
+        raise told from cause
     return made
 
 
