@@ -17,7 +17,15 @@ COUNTS = ("batch", "steps", "repeats", "threads")
 
 @dataclass(frozen=True)
 class Train:
-    """Time training steps of a GPT, beside PyTorch's in the same run; started by mpiexec."""
+    """Time training steps of a GPT, beside PyTorch's in the same run; started by mpiexec.
+
+    tokens/s: of all ranks together. peer: PyTorch's. ratio: ours over the peer's, above 1 is
+    faster. MFU: the arithmetic of the model a second (6 N + 6 L s d operations a token, over N
+    parameters, L layers, s tokens, dim d) over the rate of its own matrix products here. alone:
+    tokens/s of the same local batches without communication. overhead: what communication and
+    sharding add to a step of that. RSS MB, peer MB: the most memory of a rank, ours and PyTorch's,
+    in MiB.
+    """
 
     modes: tuple[Mode, ...] = ("ddp", "fsdp")
     """DataParallel beside PyTorch's DistributedDataParallel, FSDP beside its fully_shard."""

@@ -63,7 +63,11 @@ class Show:
 @dataclass(frozen=True)
 class Verify:
     """Prove that algorithms are right: every message meets its receive, nothing waits for ever,
-    and the result is exactly the collective's.  Exit code 1 if one is not."""
+    and the result is exactly the collective's.  Exit code 1 if one is not.
+
+    The table counts several schedules for each number of ranks: with chunks whole and cut in two,
+    and for those that have them, several roots, distances and layouts of nodes; of a pipeline, each
+    number of micro-batches and of chunks."""
 
     name: Name = "all"
     """all_reduce/ring, all_reduce for all its algorithms, or all of all collectives; 1f1b, or

@@ -20,6 +20,10 @@ class Linear(Module):
     std=None draws weight and bias uniformly from +-1/sqrt(in_features), PyTorch's default; std
     given draws a normal weight and a zero bias.
 
+    dtype is that of the parameters.  The result has the wider of it and x's (NumPy's promotion): a
+    float64 x, NumPy's default, makes float64 of all that follows.  float16 does not go with
+    bfloat16.
+
     The numbers depend on (seed, name) only: two layers of one stated seed need two names, or get
     equal weights.  seed=None is 0 for a layer with a name; one without gets a seed of its own by a
     counter of the process, equal on all ranks that build the same layers in the same order.

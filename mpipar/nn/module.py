@@ -39,7 +39,22 @@ class Parameter(Tensor):
 
 
 class Module:
-    """Base of layers and models: a subclass sets attributes and defines `forward`."""
+    """Base of layers and models: a subclass sets attributes and defines `forward`.
+
+        class MLP(mp.nn.Module):
+            def __init__(self, dim):
+                self.up = mp.nn.Linear(dim, 4 * dim, name="up")
+                self.down = mp.nn.Linear(4 * dim, dim, name="down")
+
+            def forward(self, x):
+                return self.down(mp.functional.gelu(self.up(x)))
+
+    Attributes that are Parameters or Modules, or lists, tuples and dicts of them, are its members;
+    no `super().__init__()` is needed, and there are no buffers.  Names in `named_parameters` and
+    `state_dict` are attribute paths, such as "up.weight", as in PyTorch; a layer's `name` decides
+    its initial weights and files them in checkpoints (`Parameter.spec.name`).
+    `training`, True at first, is set by `train()` and `eval()`.
+    """
 
     training: bool = True
 

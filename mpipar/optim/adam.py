@@ -21,9 +21,23 @@ from mpipar.optim.optimizer import Group, Optimizer
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay.
+    """Adam with decoupled weight decay, PyTorch's AdamW but for what decays.
 
-    A group may state its own lr, betas, eps and weight_decay.
+    params: parameters (`model.parameters()`; of FSDP, after wrapping), or groups: dicts of "params"
+    and their own lr, betas, eps or weight_decay.
+    lr: the learning rate; `optimizer.lr = ...` sets that of every group.
+    betas: of the averages of gradients and of their squares.
+    eps: added to the root of the second average.
+    weight_decay: each step first takes lr * weight_decay * w from a weight w with two or more
+    global dimensions; 1-D parameters (biases, norms) do NOT decay, unless
+    decay_all: all do, as in PyTorch.  A group that states weight_decay applies it to all of its
+    own.
+
+        optimizer = mp.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+        loss.backward()
+        norm = mp.clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     slots = ("m", "v")
@@ -73,7 +87,10 @@ class AdamW(Optimizer):
 
 
 class Adam(AdamW):
-    """Adam; weight decay, if any, is added to the gradient (L2 regularisation)."""
+    """Adam; weight decay, if any, is added to the gradient (L2 regularisation).
+
+    Arguments are those of AdamW; weight_decay, 0 by default, passes by 1-D parameters too.
+    """
 
     def __init__(
         self,

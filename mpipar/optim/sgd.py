@@ -18,9 +18,15 @@ from mpipar.optim.optimizer import Group, Optimizer
 
 
 class SGD(Optimizer):
-    """Gradient descent with optional momentum and (coupled) weight decay.
+    """Gradient descent with optional momentum and (coupled) weight decay, in PyTorch's form.
 
-    A group may state its own lr, momentum and weight_decay.
+    params: parameters, or groups: dicts of "params" and their own lr, momentum or weight_decay.
+    lr: the learning rate; `optimizer.lr = ...` sets that of every group.
+    momentum: what is kept of the velocity in a step; 0: there is none, and no state.
+    weight_decay: times w is added to the gradient of a weight w with two or more global dimensions;
+    1-D parameters (biases, norms) do NOT decay, unless
+    decay_all: all do, as in PyTorch.  A group that states weight_decay applies it to all of its
+    own.
     """
 
     def __init__(

@@ -34,10 +34,16 @@ from mpipar.trace import Timeline
 class Pipeline:
     """The stages of a model on the ranks of `comm`, and the schedule that runs them.
 
+        def loss_fn(output, target):          # of a micro-batch: its term of the batch's mean
+            return mp.functional.cross_entropy(output, target, reduction="sum") / total
+
         pipeline = mp.Pipeline(stages, mesh.pp, schedule="1f1b", microbatches=8)
+        total = targets.size                  # of the whole batch
         loss = pipeline.step(inputs, targets, loss_fn)     # gradients are in .grad, as of the batch
         optimizer.step()
 
+    Losses and gradients of micro-batches are ADDED, so each is divided by the number of the whole
+    batch: over all ranks of dp, where DataParallel(op="sum") or `sum_gradients` adds theirs.
     stages: this rank's modules, by number.  schedule: the PipelineSchedule, with its messages.
     """
 
