@@ -88,6 +88,14 @@ def ring_attention(
     "zigzag" (partition.zigzag, its two slices joined) or "contiguous" (partition.blocks).  H is a
     multiple of G.  Returns a Tensor [B, S/p, H, D].  Sums are in float32, or float64 for float64.
 
+    Take your tokens with `context_positions` of the same layout:
+
+        mine = mp.context_positions(S, comm.size, comm.rank)        # layout="zigzag"
+        tokens, targets = tokens[:, mine], targets[:, mine]
+
+    The causal mask and rotary turns go by positions: blocks in another order have the right shapes,
+    raise nothing, and attend to the wrong tokens.
+
     Raises, on every rank and before the data is sent, as `ulysses_attention`, and ConfigError for
     an unknown layout.
     """

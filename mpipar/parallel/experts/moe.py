@@ -75,6 +75,15 @@ class MoE(Module):
     Of the last forward: balance_loss, a Tensor (see `Balance`), to be added to the loss times a
     small factor; load, the number of tokens that chose each expert, over all ranks; dropped, how
     many choices found their expert full.
+
+    Gradients: a rank's experts have met the tokens of all ranks of mesh.ep already, so theirs are
+    summed over mesh.group("edp"), the ranks with the same experts; those of router and shared
+    experts over mesh.group("dp", "cp"), as of any replicated parameter.  DataParallel does the
+    latter and leaves spread experts alone; with a loss of `token_mean` over dp and cp:
+
+        model = mp.DataParallel(model, mesh.group("dp", "cp"), op="sum")
+        loss.backward()
+        mp.sum_gradients(mp.expert_parameters(model), mesh.group("edp"))
     """
 
     def __init__(
