@@ -7,6 +7,7 @@ they told.  From that it finds, within seconds and without a deadlock:
     two ranks under one sequence number in different collectives, shapes, dtypes or operations
     a ring of blocking sends
     a rank whose program has ended while others wait for it (it says goodbye at exit)
+    a rank that destroys the communicator while others still use it, or in another order than they
 
 and, after the communicator's time limit, it gives up and says who waits for whom.  Whatever it
 finds, all ranks that wait write a report (report.py).
@@ -32,6 +33,7 @@ from mpipar.errors import CollectiveTimeoutError, MismatchError, MpiparError
 KEEP = 64
 SHOWN = 8  # of them on stderr when something goes wrong
 TAG = 0  # of the watchdogs' messages
+DESTROY = "destroy()"  # what a rank waits in that is about to free the communicator
 EVERYONE = 64  # groups up to this size tell all; larger ones tell the neighbours in the ring
 
 
@@ -118,9 +120,11 @@ class Flight:
             report.write(f"has waited for {waited:.0f} s", _live, failed=False)
 
     def _find(self, record: Record, waited: float) -> None:
+        self._find_destroyed(record)
         self._compare()
         self._find_left(record)
         self._find_ring(record)
+        self._find_crossed(record)
         if waited > self._timeout:
             raise CollectiveTimeoutError(
                 f"rank {self._comm.rank} of communicator {self._name!r} waited {waited:.1f} s "
@@ -224,6 +228,39 @@ class Flight:
                 + ". Every rank of a group calls the same collectives in the same order with "
                 "matching arguments; check=True finds this at once"
             )
+
+    def _find_destroyed(self, record: Record) -> None:
+        """Some ranks destroy the communicator, and others wait in a later call of it."""
+        mine = self._comm.rank, record.sequence, record.what
+        for peer, heard in self._heard.items():
+            theirs = peer, heard["sequence"], heard["what"]
+            for (one, number, what), (other, later, call) in ((theirs, mine), (mine, theirs)):
+                if what != DESTROY or call == DESTROY or number > later or "left" in heard:
+                    continue
+                raise MismatchError(
+                    f"rank {one} of communicator {self._name!r} destroys it after collective "
+                    f"#{number - 1}, and rank {other} waits in #{later} {call}. Every rank of a "
+                    "group calls the same collectives, then destroys it; leaving a `with` block "
+                    "destroys too"
+                )
+
+    def _find_crossed(self, record: Record) -> None:
+        """This rank destroys this communicator first, a rank that it waits for calls another."""
+        if record.what != DESTROY:
+            return
+        here = world_ranks(self._comm)
+        for flight in tuple(_live):
+            done = max((record.sequence for record in flight.records), default=0)
+            there = world_ranks(flight._comm)
+            for peer, told in flight._waiting().items():
+                if told["sequence"] > done and there[peer] in here and flight is not self:
+                    raise MismatchError(
+                        f"rank {self._comm.rank} of communicator {self._name!r} destroys it, and "
+                        f"rank {here.index(there[peer])} has not come there: it waits in "
+                        f"#{told['sequence']} {told['what']} of communicator {flight._name!r}. "
+                        "Every rank calls collectives, and destroys communicators, in the same "
+                        "order; leaving a `with` block destroys too"
+                    )
 
     def _find_left(self, record: Record) -> None:
         for peer, heard in self._heard.items():

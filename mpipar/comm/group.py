@@ -9,7 +9,7 @@ or, for small calls, ends in persistent.py (Send_init, Recv_init, Start), to whi
 short way.
 """
 
-import time
+import contextlib
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -19,16 +19,23 @@ import numpy as np
 from mpi4py import MPI
 
 from mpipar import schedule as schedules
-from mpipar.comm import abort, choice, library, node, roster, waiting
+from mpipar.comm import abort, choice, clock, library, node, roster, waiting
 from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, describe
-from mpipar.comm.flight import Flight, Record, describe_groups
+from mpipar.comm.flight import DESTROY, Flight, Record, describe_groups
 from mpipar.comm.persistent import Persistent
 from mpipar.comm.plan import compile_plan
 from mpipar.comm.prepare import Prepared, dividing, fold_of, layout_of
 from mpipar.comm.run import Execution, Requests, ScratchPool
 from mpipar.comm.shared_memory import Windows
 from mpipar.comm.small import Key, SmallReduce
-from mpipar.errors import ConfigError, DestroyedError, MismatchError, StateError, explain
+from mpipar.errors import (
+    ConfigError,
+    DestroyedError,
+    MismatchError,
+    MpiparError,
+    StateError,
+    explain,
+)
 
 PERSISTENT_BYTES = 1 << 18  # calls up to this size run on prepared requests
 PERSISTENT_RANKS = 64
@@ -74,6 +81,7 @@ class ProcessGroup:
         self.seconds = 0.0
         self.sequence = 0
         self.destroyed = False
+        self._parting: Requests | None = None  # a barrier, once `destroy` has begun
         self.broken: BaseException | None = None  # what went wrong in a call that had begun
         self.pool = ScratchPool()
         self._prepared: dict[Call, Prepared] = {}
@@ -137,13 +145,15 @@ class ProcessGroup:
         return self.seconds + sum(part.seconds for part in self.owned.values())
 
     def destroy(self) -> None:
-        """Wait for what is in flight, and free everything of MPI; a second call does nothing."""
+        """Wait for what is in flight, and free everything of MPI; a second call does nothing.
+
+        Raises MismatchError if other ranks call something else, CollectiveTimeoutError if they do
+        not come; nothing is freed then.
+        """
         if self.destroyed:
             return
-        if self.broken is None:
-            for test in waiting.in_flight():
-                if getattr(test.__self__, "comm", None) is self.raw:  # type: ignore[attr-defined]
-                    waiting.wait(test, self.flight)
+        if not self._parted():
+            return
         for part in self.owned.values():
             part.destroy()
         self.windows.close()
@@ -153,6 +163,38 @@ class ProcessGroup:
         while self._prepared:
             self._forget()
         self.raw.Free()
+
+    def _parted(self) -> bool:
+        """Wait until every rank destroys the group; MPI's free itself may wait, and for ever.
+
+        After an error the others may never come: then say whether they did, within a second.
+        """
+        if self.broken is not None:
+            with contextlib.suppress(MPI.Exception, MpiparError):
+                return waiting.wait_briefly(self._barrier().test)
+            return False
+        self._land()
+        try:
+            self._barrier().wait()
+        except BaseException as error:
+            self.fails(error)
+            raise
+        return True
+
+    def _barrier(self) -> Requests:
+        """Return the barrier of those that destroy the group, which has begun."""
+        if self._parting is None:
+            requests = [self.raw.Ibarrier()] if self.size > 1 else []
+            place = "until all ranks destroy it"
+            self._parting = Requests(requests, self.flight, lambda: None, place)
+            self.flight.note(Record(self.sequence + 1, DESTROY, self._parting))
+        return self._parting
+
+    def _land(self) -> None:
+        """Wait for what is in flight."""
+        for test in waiting.in_flight():
+            if getattr(test.__self__, "comm", None) is self.raw:  # type: ignore[attr-defined]
+                waiting.wait(test, self.flight)
 
     def fails(self, error: BaseException) -> None:
         """Remember that a call went wrong after it had begun: its messages may still be about."""
@@ -170,7 +212,7 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Any:
         """Run a call from the flat `source` to the flat `output`; return the result or a handle."""
-        begin = time.perf_counter()
+        begun = clock.begin()
         prepared = self._prepared.get(call) if self.broken is None else None
         if prepared is None:
             prepared = self.prepare(call)
@@ -190,7 +232,7 @@ class ProcessGroup:
         except BaseException as error:
             self.fails(error)
             raise
-        self.seconds += time.perf_counter() - begin
+        self.seconds += clock.end(begun)
         return result
 
     def _launch(
@@ -319,13 +361,13 @@ class Handle:
 
     def wait(self) -> Any:
         """Wait for the result and return it; a second call returns it again."""
-        begin = time.perf_counter()
+        begun = clock.begin()
         try:
             result = self._inner.wait()
         except BaseException as error:
             self._group.fails(error)
             raise
-        self._group.seconds += time.perf_counter() - begin
+        self._group.seconds += clock.end(begun)
         return result
 
 

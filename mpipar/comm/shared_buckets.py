@@ -21,7 +21,6 @@ a node, and buys time.  In the resident size of a rank, which counts what others
 its own vector, the sums, and its block of the others': (2 + (p-1)/p) n.
 """
 
-import time
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpipar.arrays import compute_dtype
-from mpipar.comm import waiting
+from mpipar.comm import clock, waiting
 from mpipar.comm.calls import Call, describe
 from mpipar.comm.flags import Flags
 from mpipar.comm.flight import TAG, Record
@@ -160,9 +159,9 @@ class Pending:
     def wait(self) -> None:
         """Wait until the sum is there."""
         if not self.test():
-            begin = time.perf_counter()
+            begun = clock.begin()
             waiting.wait(self.test, self._of.group.flight)
-            self._of.group.seconds += time.perf_counter() - begin
+            self._of.group.seconds += clock.end(begun)
 
 
 def reserve(group: "ProcessGroup", nbytes: int, wanted: bool | None) -> SharedBuckets | None:

@@ -6,11 +6,11 @@ prepared, the next one like it goes straight to its persistent requests:
     look it up by (op, algorithm, dtype, size)  ->  copy in  ->  Start, Test, add  ->  copy out
 """
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpipar.comm import clock
 from mpipar.comm.flight import Record
 from mpipar.comm.persistent import Persistent
 
@@ -38,7 +38,7 @@ class SmallReduce:
 
     def __call__(self, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         """Reduce a contiguous x; `out`, if given, has its shape and dtype and is contiguous."""
-        begin = time.perf_counter()
+        begun = clock.begin()
         group = self._group
         group.sequence += 1
         group.calls["all_reduce"] += 1
@@ -61,7 +61,7 @@ class SmallReduce:
                 flat[:] = self._output
             else:
                 last(out=flat)
-        group.seconds += time.perf_counter() - begin
+        group.seconds += clock.end(begun)
         return result
 
 

@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from mpipar.comm import clock
+
 SPINS = 2000  # polls before the first pause; about half a millisecond
 OVERSUBSCRIBED_SPINS = 50
 YIELD_SECONDS = 0.005  # then pauses are sleeps
 SHORTEST_SLEEP, LONGEST_SLEEP = 50e-6, 1e-3  # in between, 2 % of the time waited so far
+PATIENCE = 1.0  # for ranks that may never come
 STUCK_SECONDS = 1.0  # then the watchdog looks for the cause, this often
 
 
@@ -74,6 +77,21 @@ def progress() -> None:
 
 def wait(test: Callable[[], object], watchdog: Watchdog) -> None:
     """Return when `test()` is true."""
+    begun = clock.begin()
+    _wait(test, watchdog)
+    clock.end(begun)
+
+
+def wait_briefly(test: Callable[[], bool]) -> bool:
+    """Return whether `test()` becomes true while it is worth waiting."""
+    until = time.perf_counter() + PATIENCE
+    while not (done := test()) and time.perf_counter() < until:
+        progress()
+        time.sleep(LONGEST_SLEEP)
+    return done
+
+
+def _wait(test: Callable[[], object], watchdog: Watchdog) -> None:
     for _ in range(_spins):
         if test():
             return

@@ -21,7 +21,6 @@ and RELEASED >= k of all, as every rank says before READY >= k + slots.
 Everything is advanced by `test`, from any wait of this process and from the tape's pump.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpipar.arrays import compute_dtype, is_sixteen_bit
-from mpipar.comm import waiting
+from mpipar.comm import clock, waiting
 from mpipar.comm.calls import Call
 from mpipar.comm.flags import READY, REDUCED, RELEASED, Flags
 from mpipar.comm.flight import TAG
@@ -114,10 +113,10 @@ class Reduction:
 
     def wait(self) -> np.ndarray:
         """Wait for the result and return it; a second call returns it again."""
-        begin = time.perf_counter()
+        begun = clock.begin()
         if not self.test():
             waiting.wait(self.test, self._group.flight)
-        self._group.seconds += time.perf_counter() - begin
+        self._group.seconds += clock.end(begun)
         return self._finish()
 
     def abandon(self) -> None:

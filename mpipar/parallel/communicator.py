@@ -336,7 +336,7 @@ class Communicator:
     # -- life ------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Free the duplicated communicator; collective; calling it twice is harmless."""
+        """Collective: free it, once; raises MismatchError if others call something else instead."""
         self.process_group.destroy()
 
     def __enter__(self) -> "Communicator":

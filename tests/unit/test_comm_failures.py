@@ -59,6 +59,69 @@ def test_a_rank_that_leaves_early_is_named(n: int) -> None:
     assert "rank 1 of communicator 'job' has ended its program" in output
 
 
+DESTROYED = {  # code, and what is said
+    "a collective inside a mesh": (
+        "with mp.Mesh(MPI.COMM_WORLD) as mesh:\n    if r == 0: mesh.dp.all_reduce(np.ones(3))",
+        "of communicator 'dp' destroys it after collective #0, and rank 0 waits in #1 all_reduce(",
+    ),
+    "saving inside a mesh": (
+        "model = mp.nn.Linear(3, 3, name='a')\n"
+        "with mp.Mesh(MPI.COMM_WORLD) as mesh:\n"
+        "    if r == 0: mp.save('never', model, mesh)",
+        "rank 0 has not come there: it waits in #1 all_gather(",
+    ),
+    "a collective after others": (
+        "[comm.all_reduce(np.ones(3)) for _ in range(5)]\n"
+        "if r != 2: comm.all_gather(np.ones(3))\ncomm.destroy()",
+        "rank 2 of communicator 'job' destroys it after collective #5, and rank ",
+    ),
+    "another order": (
+        "other = mp.Communicator(MPI.COMM_WORLD, name='other')\n"
+        "[c.destroy() for c in ((comm, other) if r else (other, comm))]",
+        "waits in #1 destroy() of communicator ",
+    ),
+    "one rank alone": (
+        "if r == 1: comm.destroy()",
+        "has ended its program after collective #0, and rank 1 waits in #1 destroy()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DESTROYED)
+def test_destroying_while_others_do_something_else_is_named(name: str) -> None:
+    code, output, seconds = job(DESTROYED[name][0], n=2 if "mesh" in name else 3)
+    assert code != 0
+    assert seconds < 30
+    assert "MismatchError" in output
+    assert DESTROYED[name][1] in output
+
+
+def test_late_destroying_is_no_error() -> None:
+    code, output, _ = job(
+        "with mp.Mesh(MPI.COMM_WORLD) as mesh:\n"
+        "    mesh.dp.all_reduce(np.ones(3)); mesh.world.all_reduce(np.ones(3), async_op=True)\n"
+        "    if r == 1: time.sleep(2.5)\n"
+        "comm.destroy(); comm.destroy()\n"
+        "print('fine')"
+    )
+    assert code == 0, output
+    assert output.count("fine") == 3
+
+
+def test_destroying_after_an_error_does_not_wait() -> None:
+    code, output, seconds = job(
+        "try: comm.recv((2,), 'f8', src=0, async_op=True).wait() if r == 1 else (\n"
+        "    comm.send(np.ones(3), 1, async_op=True) if r == 0 else None)\n"
+        "except mp.errors.BufferMismatchError: print('caught')\n"
+        "comm.destroy()\n"
+        "print('fine')"
+    )
+    assert code == 0, output
+    assert output.count("fine") == 3
+    assert "caught" in output
+    assert seconds < 20
+
+
 def test_an_exception_in_a_thread_ends_the_job() -> None:
     code, output, seconds = job(
         "import threading\n"
