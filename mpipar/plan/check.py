@@ -66,7 +66,7 @@ def settings(job: Job, layout: Layout) -> TrainConfig:
         kv_heads=model.kv_heads,
         batch=job.batch,
         fsdp=str(layout.fsdp) if layout.fsdp else "none",  # type: ignore[arg-type]
-        cp_layout=layout.cp_layout,  # type: ignore[arg-type]
+        cp_layout=layout.cp_layout if layout.cp > 1 else None,  # type: ignore[arg-type]
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         warmup=0,
@@ -134,7 +134,7 @@ def _optimizer(job: Job, held: Held) -> Any:
 def _data(config: TrainConfig, job: Job, layout: Layout, mesh: Mesh) -> list[Rows]:
     """Return this rank's micro-batches of one step, of random tokens."""
     tokens = np.random.default_rng(0).integers(0, config.vocab, (job.batch, config.seq + 1))
-    at = context_positions(config.seq, layout.cp, mesh.cp.rank, config.cp_layout)
+    at = context_positions(config.seq, layout.cp, mesh.cp.rank, config.layout)
     mine = np.array_split(np.arange(job.batch), layout.dp)[mesh.dp.rank]
     count = 1 if layout.pp > 1 else layout.microbatches
     return [

@@ -40,9 +40,9 @@ class TrainConfig:
     """Let what travels between tensor-parallel ranks do so beside their matrix products."""
     ep: int = 1
     """Ranks that share out the experts; a group of so many of the dp x cp ranks has them all."""
-    cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] = "zigzag"
+    cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] | None = None
     """How a sequence lies on the context-parallel ranks, and what travels: keys and values round a
-    ring (contiguous, zigzag), heads (ulysses), or both (hybrid)."""
+    ring (contiguous, zigzag), heads (ulysses), or both (hybrid); zigzag if not given."""
     schedule: str = "1f1b"
     """Of the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv, or a CSV file."""
     chunks: Count = None
@@ -65,8 +65,8 @@ class TrainConfig:
     """Width of the feed-forward layer; 4 x dim (gpt2) or 8/3 x dim (llama) if not given."""
     experts: int = 0
     """Experts in each block: MLPs of width hidden, of which a token uses some; 0: one MLP."""
-    top_k: int = 2
-    """Experts that a token uses."""
+    top_k: Count = None
+    """Experts that a token uses; 2 if not given, or as many as there are."""
     shared: int = 0
     """Width of one more expert, which every token uses; 0: none."""
     vocab: int = 256
@@ -153,6 +153,16 @@ class TrainConfig:
         return default_hidden(self.model, self.dim) if self.hidden is None else self.hidden
 
     @property
+    def layout(self) -> str:
+        """How a sequence lies on the context-parallel ranks."""
+        return self.cp_layout or "zigzag"
+
+    @property
+    def chosen(self) -> int:
+        """Experts that a token uses."""
+        return min(2, self.experts or 2) if self.top_k is None else self.top_k
+
+    @property
     def warmup_steps(self) -> int:
         """Steps of linear warm-up."""
         return self.steps // 10 if self.warmup is None else self.warmup
@@ -201,7 +211,7 @@ class TrainConfig:
             seq=self.seq,
             hidden=self.ffn,
             experts=self.experts,
-            top_k=self.top_k,
+            top_k=self.chosen,
             shared=self.shared,
             dropout=self.dropout,
             tied=self.tied,

@@ -67,7 +67,7 @@ class Held:
         """Collective: build this rank's part of the model."""
         self.config, self.fsdp = config.model_config(), config.fsdp
         self.data: Communicator = mesh.group("dp", "cp")
-        self.attention = Attention(attention_over(mesh, config.cp_layout))
+        self.attention = Attention(attention_over(mesh, config.layout))
         self.balance = config.balance
         self.same_experts = mesh.group("edp") if config.ep > 1 else None
         how: dict[str, Any] = {"capacity_factor": config.capacity_factor}

@@ -77,7 +77,7 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
     held = hold(config, mesh)
     decay = config.weight_decay
     optimizer = AdamW(held.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
-    own = context_positions(config.seq, mesh.cp.size, mesh.cp.rank, config.cp_layout)
+    own = context_positions(config.seq, mesh.cp.size, mesh.cp.rank, config.layout)
     place: dict[str, Any] = {"part": mesh.dp.rank, "parts": mesh.dp.size, "positions": own}
     checkpoints = Checkpoints(config, mesh, held, optimizer)
     first = checkpoints.resume() + 1

@@ -38,7 +38,7 @@ def needed(config: "TrainConfig", dp: int) -> int:
     rows = -(-config.batch // (dp * config.accumulate))
     if config.pp > 1:
         rows = max(1, rows // config.through_pipeline(dp))
-    inner = (config.shared + config.ffn * (config.top_k if config.experts else 1)) // config.tp
+    inner = (config.shared + config.ffn * (config.chosen if config.experts else 1)) // config.tp
     each = d if config.recompute else 4 * d + inner
     width = (config.layers * each + 2 * config.vocab // config.tp) // (
         config.pp * (config.tp if config.sequence_parallel else 1)

@@ -142,13 +142,15 @@ def _tensor(config: "TrainConfig", dp: int) -> Iterator[Rule]:
 
 def _context(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     cp = config.cp
-    pieces = 2 * cp if config.cp_layout == "zigzag" else cp
+    rule = "only sequences that are cut over ranks have it"
+    yield "cp_layout", config.cp_layout is None or cp > 1, rule, "Leave it out, or pass --cp 2"
+    pieces = 2 * cp if config.layout == "zigzag" else cp
     rule = f"each of the cp={cp} context ranks has a part of every sequence"
     yield "seq", cp == 1 or config.seq >= pieces, rule, f"Pass --seq {pieces} or more"
-    if cp > 1 and config.cp_layout in ("ulysses", "hybrid"):
-        degree = cp if config.cp_layout == "ulysses" else ulysses_degree(cp)
+    if cp > 1 and config.layout in ("ulysses", "hybrid"):
+        degree = cp if config.layout == "ulysses" else ulysses_degree(cp)
         heads = config.heads // config.tp
-        rule = f"{config.cp_layout} spreads the {heads} heads of a rank over {degree} ranks"
+        rule = f"{config.layout} spreads the {heads} heads of a rank over {degree} ranks"
         fix = "Pass --cp-layout zigzag, or more --heads"
         yield "heads", heads >= degree, rule, fix
 
@@ -156,12 +158,13 @@ def _context(config: "TrainConfig", dp: int) -> Iterator[Rule]:
 def _experts(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     experts, ep, plane = config.experts, config.ep, dp * config.cp
     if not experts:
-        for name, usual in (("ep", 1), ("shared", 0), ("capacity_factor", None)):
-            good = getattr(config, name) == usual
+        usual = {"ep": 1, "top_k": None, "shared": 0, "capacity_factor": None}
+        for name, value in usual.items():
+            good = getattr(config, name) == value
             yield name, good, "only experts have it", "Leave it out, or pass --experts 8"
         return
     rule = f"a token chooses among experts={experts}, each at most once"
-    yield "top_k", config.top_k <= experts, rule, f"Pass --top-k {experts} or less"
+    yield "top_k", config.chosen <= experts, rule, f"Pass --top-k {experts} or less"
     rule = f"it divides the dp x cp = {dp} x {config.cp} = {plane} ranks that hold tokens"
     fix = f"Pass --ep with one of {', '.join(map(str, divisors(plane)))}"
     yield "ep", plane % ep == 0, rule, fix

@@ -140,7 +140,7 @@ def text(shared_path: Path, world: MPI.Intracomm) -> str:
 def run(world: MPI.Intracomm, chosen: list[Case], text: str) -> None:
     """Train every case, and one process for each kind of model; compare."""
     neutral = {"pp": 1, "cp": 1, "tp": 1, "sequence_parallel": False, "fsdp": "none"}
-    neutral |= {"ep": 1, "recompute": False, "overlap": False, "cp_layout": "zigzag"}
+    neutral |= {"ep": 1, "recompute": False, "overlap": False, "cp_layout": None}
     neutral |= {"schedule": "1f1b", "microbatches": None}
     configs = [replace(configured(case), data=text) for case in chosen]
     kinds = list(dict.fromkeys(replace(config, **neutral) for config in configs))

@@ -74,7 +74,7 @@ def test_every_layout_is_one_that_training_accepts() -> None:
             "fsdp": str(layout.fsdp) if layout.fsdp else "none",
             "sequence_parallel": layout.sequence_parallel,
             "recompute": layout.recompute,
-            "cp_layout": layout.cp_layout,
+            "cp_layout": layout.cp_layout if layout.cp > 1 else None,
             "schedule": layout.schedule,
         }
         if layout.pp > 1:
