@@ -119,7 +119,8 @@ class TrainConfig:
     """Tokens of text to generate at the end."""
     log: File = None
     """File for lines of JSON: step, loss, lr, grad_norm, tokens_per_s, mfu, comm_s for each step;
-    step, val_loss for each measurement on held-out data."""
+    step, val_loss for each measurement on held-out data. comm_s are the seconds that rank 0 was
+    inside communication calls, waiting included; what travels while it computes is not counted."""
     plot: File = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 

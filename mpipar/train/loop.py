@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpipar.comm import clock
 from mpipar.comm.choice import read_table, table_path
 from mpipar.errors import NonFiniteError, explain
 from mpipar.kernels import native
@@ -87,7 +88,7 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
     rows: list[Row] = []
     for step in range(first, config.steps + 1):
         optimizer.lr = learning_rate(config, step)
-        start, waited = time.perf_counter(), comm_seconds(mesh)
+        start, waited = time.perf_counter(), clock.seconds()
         parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
         loss, norm, tokens = train_step(
             step, parts, held, optimizer, mesh, config.clip, report.failure
@@ -100,7 +101,7 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
             "grad_norm": norm,
             "tokens_per_s": speed,
             "mfu": speed * facts.flops_per_token / facts.peak,
-            "comm_s": comm_seconds(mesh) - waited,
+            "comm_s": clock.seconds() - waited,
         }
         rows.append(row)
         report.step(row)
@@ -183,11 +184,6 @@ def evaluate(held: Held, batches: Batches, config: TrainConfig) -> float:
     return float(loss_sum / count)
 
 
-def comm_seconds(mesh: Mesh) -> float:
-    """Return the seconds that this rank has spent in calls of the mesh's communicators so far."""
-    return sum(comm.seconds for comm in mesh.communicators())
-
-
 def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: int) -> Facts:
     """Collective: return what is to be said of the run before its first step."""
     mesh.world.barrier()  # all ranks measure at the same time
@@ -196,14 +192,30 @@ def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: 
         parameters=held.count,
         peak=peak,
         flops_per_token=held.flops_per_token,
-        layout=layout(mesh),
+        layout=layout(config, mesh),
         ranks=mesh.world.size,
         corpus=corpus,
         first=first,
     )
 
 
-def layout(mesh: Mesh) -> str:
-    """Return the sizes of the mesh as text, "dp 2 x tp 2": dp, tp, and every other axis above 1."""
+def layout(config: TrainConfig, mesh: Mesh) -> str:
+    """Return how the run is spread: the mesh, "dp 2 x tp 2", then what was chosen besides.
+
+    Of the mesh: dp, tp, and every other axis above 1.
+    """
     shown = [axis for axis in ("pp", "cp", "ep") if mesh.axis_size(axis) > 1]
-    return " x ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("dp", "tp", *shown))
+    sizes = " x ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("dp", "tp", *shown))
+    parts = config.through_pipeline(mesh.dp.size) if config.pp > 1 else config.accumulate
+    micro = f"{parts} micro-batch{'es' * (parts > 1)}"
+    chosen = {
+        f"fsdp {config.fsdp}": config.fsdp != "none",
+        f"schedule {config.schedule} of {micro}": config.pp > 1,
+        micro: config.pp == 1 and parts > 1,
+        f"cp layout {config.layout}": config.cp > 1,
+        "sequence-parallel": config.sequence_parallel,
+        "overlap": config.overlap,
+        f"{config.experts} experts, {config.chosen} for a token": config.experts > 0,
+        "recompute": config.recompute,
+    }
+    return ", ".join([sizes, *(text for text, is_so in chosen.items() if is_so)])

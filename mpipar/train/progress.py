@@ -1,7 +1,10 @@
 """What rank 0 shows of a run: a bar that redraws itself, or plain lines where nobody watches.
 
-    gpt2 of 842 k float32 parameters on 4 ranks: dp 4 x tp 1
+    gpt2 of 842 k float32 parameters on 4 ranks: dp 4 x tp 1, fsdp 3
     step  30/300   loss 2.9113   31.5 k tokens/s   MFU 41%   communication 12%
+
+Communication is the share of a step that rank 0 is inside communication calls, waiting for others
+included; what travels while it computes is not in it.
 
 Under a launcher the ranks' output is a pipe even in a terminal, so `terminal.width` asks who
 reads it.

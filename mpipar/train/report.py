@@ -23,7 +23,7 @@ class Facts:
     parameters: int  # of the whole model
     peak: float  # FLOP/s of matrix products on all ranks together
     flops_per_token: float  # forward and backward
-    layout: str  # of the mesh: "dp 2 x tp 2"
+    layout: str  # the mesh and what was chosen besides: "dp 2 x tp 2, fsdp 3"
     ranks: int
     corpus: Corpus
     first: int = 1  # step; later than 1 in a run that goes on

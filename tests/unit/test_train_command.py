@@ -45,6 +45,31 @@ def test_a_run_writes_log_plot_and_sample(tmp_path: Path) -> None:
     assert "\x1b" not in result.stdout  # plain lines: nobody watches
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--fsdp", "3", "--recompute"], "on 2 ranks: dp 2 x tp 1, fsdp 3, recompute\n"),
+        (["--pp", "2", "--layers", "2", "--microbatches", "4"],
+         "dp 1 x tp 1 x pp 2, schedule 1f1b of 4 micro-batches\n"),
+        (["--cp", "2", "--cp-layout", "ulysses", "--accumulate", "2", "--experts", "4"],
+         "dp 1 x tp 1 x cp 2, 2 micro-batches, cp layout ulysses, 4 experts, 2 for a token\n"),
+        (["--tp", "2", "--sequence-parallel", "--overlap"],
+         "dp 1 x tp 2, sequence-parallel, overlap\n"),
+    ],
+    ids=["fsdp", "pp", "cp", "tp"],
+)  # fmt: skip
+def test_the_layout_is_told_and_communication_is_part_of_a_step(
+    flags: list[str], told: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "run.jsonl"
+    result = train(2, *flags, "--steps", "6", "--eval-every", "2", "--sample", "0", "--log", log)
+    assert result.returncode == 0, result.stderr
+    assert told in result.stdout
+    for row in read(log):
+        if "loss" in row:
+            assert 0 < row["comm_s"] <= 4 * 16 / row["tokens_per_s"] * 1.001 + 1e-4
+
+
 def test_no_terminal_no_bar_but_a_bar_in_one() -> None:
     command = [
         *mpiexec(),
