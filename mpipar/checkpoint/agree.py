@@ -3,12 +3,13 @@
 rank 0: wrote its share    rank 1: no space left    ->    both raise "no space left (rank 1)"
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mpipar import rng
+from mpipar.comm.flight import describe_groups
 from mpipar.errors import ConfigError, MismatchError, MpiparError, explain
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.pipeline.agreement import exchange
@@ -37,14 +38,26 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     return value[0]
 
 
-def same(comm: Communicator, call: str, arguments: tuple[object, ...]) -> None:
-    """Collective: raise MismatchError on every rank if one of them passed other arguments."""
-    keys = exchange(comm, (rng.key(0, arguments) >> 1,))[:, 0].tolist()
-    usual = max(keys, key=keys.count)
-    for rank, key in enumerate(keys):
-        if key != usual:
-            rule = f"every rank must pass the same to {call}, but rank {rank} did not"
-            raise MismatchError(explain("arguments", arguments, rule, "Pass the same"))
+def same(comm: Communicator, call: str, arguments: Mapping[str, object]) -> None:
+    """Collective: raise MismatchError on every rank if one of them passed other arguments.
+
+    It says which, and what every rank passed.
+    """
+    texts = {name: repr(value) for name, value in arguments.items()}
+    table = exchange(comm, [rng.key(0, text) >> 1 for text in texts.values()])
+    wrong = [name for name, keys in zip(texts, table.T, strict=True) if (keys != keys[0]).any()]
+    if wrong:
+        mine = ", ".join(f"{name}={texts[name]}" for name in wrong)
+        each = describe_groups(dict(enumerate(comm.process_group.raw.allgather(mine))))
+        raise MismatchError(f"the ranks call {call} with different arguments: {each}")
+
+
+def require_whole(name: str, value: Any, least: int) -> None:
+    """Raise ConfigError unless a setting is None or a whole number from `least` up."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if value is not None and (not whole or value < least):
+        rule = f"it must be a whole number from {least} up, or None"
+        raise ConfigError(explain(name, value, rule, f"Pass {least} or more"))
 
 
 def on_first(comm: Communicator, action: Callable[[], str | None]) -> str:

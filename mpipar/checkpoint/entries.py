@@ -20,6 +20,7 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device
 from mpipar.autograd import Tensor
+from mpipar.checkpoint.format import CODES
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.linear import is_named
 from mpipar.nn.spec import Spec
@@ -45,19 +46,20 @@ class Entry:
     on_update: Callable[[], object] | None = None
 
 
-def files_of(tree: Tree) -> Files:
+def files_of(tree: Tree, called: str = "tree") -> Files:
     """Return the entries of each file, by the key in the tree; all but "state".
 
-    A name may come twice on one rank: a tied weight of two stages.
-    Raises ConfigError for keys that name no file, and for values that hold no arrays.
+    A name may come twice on one rank: a tied weight of two stages.  called: the argument's name.
+    Raises ConfigError for keys that name no file, and for values that hold no arrays, or arrays of
+    what no file can hold.
     """
-    if not isinstance(tree, Mapping) or not tree:
+    if not isinstance(tree, Mapping):
         rule = "it must map names to what is saved under them"
-        raise ConfigError(explain("tree", type(tree).__name__, rule, 'Pass {"model": model}'))
+        raise ConfigError(explain(called, type(tree).__name__, rule, 'Pass {"model": model}'))
     for key in tree:
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", key):
             rule = "a key must name a file: letters, digits, - and _"
-            raise ConfigError(explain("key of tree", key, rule, 'Use "model" or "ema", say'))
+            raise ConfigError(explain(f"key of {called}", key, rule, 'Use "model" or "ema", say'))
     paths = {}
     for value in tree.values():
         if hasattr(value, "named_parameters"):
@@ -65,11 +67,12 @@ def files_of(tree: Tree) -> Files:
     files = {}
     for key, value in tree.items():
         if key != STATE:
-            files[key] = [_checked(entry) for entry in _entries(key, value, paths)]
+            entries = _entries(f"{called}[{key!r}]", value, paths)
+            files[key] = [_checked(entry) for entry in entries]
     return files
 
 
-def _entries(key: str, value: Any, paths: Mapping[int, str]) -> Iterator[Entry]:
+def _entries(called: str, value: Any, paths: Mapping[int, str]) -> Iterator[Entry]:
     if isinstance(value, Optimizer):
         yield from _of_optimizer(value, paths)
     elif hasattr(value, "named_parameters"):
@@ -80,8 +83,8 @@ def _entries(key: str, value: Any, paths: Mapping[int, str]) -> Iterator[Entry]:
             yield _of_array(str(name), array)
     else:
         rule = "it must be a module, an optimiser, or a dict of arrays"
-        fix = 'Numbers and texts go into tree["state"]'
-        raise ConfigError(explain(f"tree[{key!r}]", type(value).__name__, rule, fix))
+        fix = 'Numbers and texts go under "state"'
+        raise ConfigError(explain(called, type(value).__name__, rule, fix))
 
 
 def _of_array(name: str, value: Any) -> Entry:
@@ -110,7 +113,10 @@ def _of_optimizer(optimizer: Optimizer, paths: Mapping[int, str]) -> Iterator[En
 
 
 def _checked(entry: Entry) -> Entry:
-    """Return the entry, if its array is as large as its spec says."""
+    """Return the entry, if a file can hold its dtype and it is as large as its spec says."""
+    if entry.array.dtype.name not in CODES:
+        rule, fix = f"a file holds {', '.join(CODES)}", 'Convert it; texts go under "state"'
+        raise ConfigError(explain(f"dtype of {entry.name}", entry.array.dtype.name, rule, fix))
     if tuple(entry.array.shape) != entry.spec.local_shape:
         rule = f"this rank's part of it must be {entry.spec.local_shape}, by its spec"
         fix = "Save what holds the values: FSDP's wrapper, not the module inside it"

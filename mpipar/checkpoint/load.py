@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mpipar.checkpoint import place
-from mpipar.checkpoint.agree import on_first, same, together, world_of
-from mpipar.checkpoint.entries import STATE, Entry, files_of
+from mpipar.checkpoint.agree import on_first, require_whole, same, together, world_of
+from mpipar.checkpoint.entries import STATE, Entry, Files, files_of
 from mpipar.checkpoint.format import Head, parse
 from mpipar.checkpoint.layout import runs_of
 from mpipar.checkpoint.read import Target, read
@@ -37,17 +37,21 @@ def load(
 
     directory: a checkpoint, or a folder with those of steps, of which the newest complete one is
     loaded, or that of `step`.  like: a tree as for `save`, on any mesh; files that it has no key
-    for are left alone.  Returns the tree, with "state" as it was saved.
+    for are left alone, so {} reads the state only.  Returns the tree, with "state" as it was saved.
+    An optimiser gets its moments and steps; its lr, weight decay and other settings stay those it
+    was made with.
 
     Raises, on every rank: CheckpointError if there is no complete checkpoint, or what was to be
     read is damaged (arrays may be filled in part then); ConfigError if names, shapes or dtypes are
-    not those of `like`, and then nothing was changed.
+    not those of `like`, or an array in it is read-only, and MismatchError if the ranks pass
+    different keys, directories or steps; then nothing was changed.
     """
     comm = world_of(mesh)
     if comm in IN_FLIGHT:
         IN_FLIGHT[comm].wait()
-    files = together(comm, lambda: files_of(like))
-    same(comm, "mp.load", (str(directory), sorted(files), step))
+    files = together(comm, lambda: _wanted(like, step))
+    given = {"directory": str(directory), "keys of like": sorted(files), "step": step}
+    same(comm, "mp.load", given)
     folder = Path(directory) if step is None else Path(directory) / place.step_name(step)
     told = json.loads(on_first(comm, lambda: _look(folder, [key + SUFFIX for key in files])))
     found = place.Found(Path(told["folder"]), told["manifest"])
@@ -58,6 +62,18 @@ def load(
         _compare(comm, key, entries, heads[name])
     together(comm, lambda: _read_all(found, files, heads))
     return {**like, STATE: json.loads(told[STATE])}
+
+
+def _wanted(like: Mapping[str, Any], step: Any) -> Files:
+    """Return the entries of each file; raises ConfigError for what cannot be filled."""
+    require_whole("step", step, 0)
+    files = files_of(like, "like")
+    for key, entries in files.items():
+        for entry in entries:
+            if isinstance(entry.array, np.ndarray) and not entry.array.flags.writeable:
+                rule = f"{entry.name} is filled in place, but it is read-only"
+                raise ConfigError(explain(f"like[{key!r}]", "an array", rule, "Pass a copy of it"))
+    return files
 
 
 def _look(directory: Path, names: Sequence[str]) -> str:

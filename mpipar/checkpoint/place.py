@@ -166,25 +166,43 @@ def find(directory: Path) -> Found:
         return max(complete, key=lambda one: one.saved)
     if steps := all_in(directory):
         return steps[0]
-    if not directory.exists():
-        raise CheckpointError(f"{directory} does not exist: pass the folder of a checkpoint")
-    what = "an incomplete or damaged checkpoint" if (directory / MANIFEST).exists() else "none"
-    raise CheckpointError(f"{directory} holds no complete checkpoint, but {what}")
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise CheckpointError(f"{directory} {what}: pass the folder of a checkpoint")
+    steps_there = sorted(one for one in directory.glob("step-*") if one.is_dir())
+    tried = [directory] if (directory / MANIFEST).exists() else steps_there[-1:] or [directory]
+    raise CheckpointError(f"{directory} holds no complete checkpoint: {examine(tried[0])}")
 
 
 def read_manifest(folder: Path) -> Found | None:
     """Return the checkpoint in a folder, if its manifest and the sizes of its files are right."""
+    found = examine(folder)
+    return found if isinstance(found, Found) else None
+
+
+def examine(folder: Path) -> Found | str:
+    """Return the checkpoint in a folder, or what is wrong with it."""
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(path.read_text())
         if _sealed({k: v for k, v in manifest.items() if k != "digest"}) != json.dumps(manifest):
-            return None
+            return f"{path} is damaged, its digest is another than when saved"
         if manifest["format"] != FORMAT:
-            return None
-        for name, about in manifest["files"].items():
-            if (folder / name).stat().st_size != about["bytes"]:
-                return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+            return f"{path} is of format {manifest['format']!r}, and this version reads {FORMAT!r}"
+        sizes = {folder / name: int(about["bytes"]) for name, about in manifest["files"].items()}
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{path} is damaged, it is no JSON of a checkpoint"
+    for file, needed in sizes.items():
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            return f"{file}: {error.strerror}"
+        if size < needed:
+            return f"{file} lacks {needed - size} of its {needed} bytes, it was cut short"
+        if size > needed:
+            return f"{file} has {size - needed} more than its {needed} bytes"
     return Found(folder, manifest)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.checkpoint import place
-from mpipar.checkpoint.agree import on_first, same, together, world_of
+from mpipar.checkpoint.agree import on_first, require_whole, same, together, world_of
 from mpipar.checkpoint.checksum import Sums
 from mpipar.checkpoint.entries import STATE, files_of
 from mpipar.checkpoint.share import Share, share_out
@@ -148,7 +148,8 @@ def save(
 
     directory: on a disk that all ranks share.  tree: modules (or what wraps them: FSDP, Pipeline),
     optimisers and dicts of arrays, each a .safetensors file of whole arrays under the names of
-    their state_dicts; "state", of which rank 0's is kept, is what JSON can say.
+    their state_dicts; "state", of which rank 0's is kept, is what JSON can say.  Of an optimiser
+    the moments and steps are saved, not its settings: put an lr that shall come back into "state".
     step: write into directory/step-..., and let directory/latest name it; keep: how many of these
     to leave.  async_op: copy this rank's share, return, and write while training goes on; `wait` of
     what is returned completes it, as does the next save on the mesh.
@@ -156,14 +157,16 @@ def save(
     An existing checkpoint in `directory` is replaced when the new one is complete.  At no time is
     there a folder of that name that is not complete.
 
-    Raises, on every rank: ConfigError for a tree that cannot be saved, CheckpointError for a folder
+    Raises, on every rank: ConfigError for a tree that cannot be saved, MismatchError if the ranks
+    pass different keys, directories, steps, or arrays of one name; CheckpointError for a folder
     that cannot be written or a disk without room; then nothing that was there has changed.
     """
     comm = world_of(mesh)
     if comm in IN_FLIGHT:
         IN_FLIGHT[comm].wait()
     files, state = together(comm, lambda: _parts(tree, step, keep))
-    same(comm, "mp.save", (str(directory), sorted(files), step, keep, async_op))
+    given = {"directory": str(directory), "keys of tree": sorted(files)}
+    same(comm, "mp.save", {**given, "step": step, "keep": keep, "async_op": bool(async_op)})
     shares = {key + SUFFIX: share_out(comm, key, entries) for key, entries in sorted(files.items())}
     target = Path(directory) if step is None else Path(directory) / place.step_name(step)
     hidden = Path(on_first(comm, lambda: str(_prepare(target, shares))))
@@ -180,14 +183,14 @@ def save(
 
 def _parts(tree: Mapping[str, Any], step: Any, keep: Any) -> tuple[Any, str]:
     """Return the entries of each file, and the text of the state."""
-    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and (not whole or value < least):
-            rule = f"it must be a whole number from {least} up, or None"
-            raise ConfigError(explain(name, value, rule, f"Pass {least} or more"))
+    require_whole("step", step, 0)
+    require_whole("keep", keep, 1)
     if keep is not None and step is None:
         rule = "only checkpoints of steps are counted"
         raise ConfigError(explain("keep", keep, rule, "Pass step too"))
+    if isinstance(tree, Mapping) and not tree:
+        rule = "it must map names to what is saved under them"
+        raise ConfigError(explain("tree", tree, rule, 'Pass {"model": model}'))
     try:
         text = json.dumps(tree.get(STATE, {}) if isinstance(tree, Mapping) else {}, indent=1)
     except (TypeError, ValueError) as error:

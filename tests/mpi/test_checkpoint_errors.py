@@ -48,8 +48,9 @@ def test_damaged_files_are_found(mesh: mp.Mesh, world: MPI.Intracomm, shared_pat
         ("optimizer.safetensors", -9, "optimizer.safetensors is damaged in bytes"),
         ("model.safetensors", 20, "damaged at its beginning"),
         ("state.json", 0, "state.json is damaged"),
-        ("manifest.json", 40, "incomplete or damaged"),
-        ("model.safetensors", None, "incomplete or damaged"),
+        ("manifest.json", 40, r"manifest\.json is damaged"),
+        ("manifest.json", None, r"manifest\.json is damaged"),
+        ("model.safetensors", None, r"model\.safetensors lacks 1 of its \d+ bytes"),
     ]:
         mp.save(folder, tree(mesh, state={"step": 1}), mesh)
         damage(world, folder / name, at)
@@ -58,8 +59,19 @@ def test_damaged_files_are_found(mesh: mp.Mesh, world: MPI.Intracomm, shared_pat
         damage(world, folder / name, at) if at is not None else None
     with pytest.raises(CheckpointError, match="does not exist"):
         mp.load(shared_path / "none", tree(mesh), mesh)
-    with pytest.raises(CheckpointError, match="no complete checkpoint, but none"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*manifest\.json: No such"):
         mp.load(shared_path, tree(mesh), mesh)
+    mp.save(folder, tree(mesh), mesh)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is a file"):
+        mp.load(folder / "manifest.json", tree(mesh), mesh)
+    world.barrier()
+    if world.rank == 0:
+        (folder / "optimizer.safetensors").unlink()
+        folder.rename(shared_path / "step-00000004")
+    world.barrier()
+    for given in (shared_path, shared_path / "step-00000004"):
+        with pytest.raises(CheckpointError, match=r"step-00000004/optimizer\.safetensors: No such"):
+            mp.load(given, tree(mesh), mesh)
 
 
 def test_what_does_not_fit_is_named(mesh: mp.Mesh, world: MPI.Intracomm, shared_path: Path) -> None:
@@ -90,11 +102,45 @@ def test_what_does_not_fit_is_named(mesh: mp.Mesh, world: MPI.Intracomm, shared_
         with pytest.raises(ConfigError):
             mp.save(folder, wrong, mesh)
     if world.size > 1:
-        with pytest.raises(MismatchError, match="rank"):
-            mp.save(folder, saved, mesh, step=min(world.rank, 1))
+        last = world.rank == world.size - 1
+        named = rf"rank {world.size - 1}: "
+        with pytest.raises(MismatchError, match=f"step=0; {named}step=1$"):
+            mp.save(folder, saved, mesh, step=int(last))
+        with pytest.raises(MismatchError, match=rf"directory='.*'; {named}directory='.*other'"):
+            mp.save(shared_path / "other" if last else folder, saved, mesh)
+        keys = rf"keys of tree=\['model'\]; {named}keys of tree=\['model', 'optimizer'\]"
+        with pytest.raises(MismatchError, match=keys):
+            mp.save(folder, saved if last else {"model": saved["model"]}, mesh)
+        with pytest.raises(MismatchError, match=rf"keys of like=.*{named}keys of like=\[\]"):
+            mp.load(folder, {} if last else saved, mesh)
         with pytest.raises(MismatchError, match="elsewhere"):
             mp.save(folder, {"model": {"x": np.zeros(1 + (world.rank == 0))}}, mesh)
     mp.load(folder, saved, mesh)
+
+
+def test_what_arrays_are_saved_and_filled(
+    mesh: mp.Mesh, world: MPI.Intracomm, shared_path: Path
+) -> None:
+    folder, last = shared_path / "one", world.rank == world.size - 1
+    saved = tree(mesh, state={"step": 7})
+    text = np.array(["a"]) if last else np.zeros(1)
+    with pytest.raises(ConfigError, match=r'dtype of x=.*texts go under "state"'):
+        mp.save(folder, {"more": {"x": text}}, mesh)
+    mp.save(folder, saved, mesh)
+    assert mp.load(folder, {}, mesh) == {"state": {"step": 7}}
+    fixed = {name: array.copy() for name, array in saved["model"].state_dict().items()}
+    fixed["bias"].flags.writeable = not last
+    with pytest.raises(ConfigError, match=r"like\['model'\].*bias is filled in place.*read-only"):
+        mp.load(folder, {"model": fixed}, mesh)
+    with pytest.raises(ConfigError, match=r"^like='list'"):
+        mp.load(folder, [saved["model"]], mesh)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^key of like='a/b'"):
+        mp.load(folder, {"a/b": saved["model"]}, mesh)
+    with pytest.raises(ConfigError, match=r"step=1\.5"):
+        mp.load(folder, saved, mesh, step=1.5)  # type: ignore[arg-type]
+    other = AdamW(saved["model"].parameters(), lr=0.5)
+    mp.load(folder, {"model": saved["model"], "optimizer": other}, mesh)
+    assert other.lr == 0.5  # settings are not restored, as the docstring says
 
 
 def test_a_failed_save_leaves_the_one_before(
