@@ -82,6 +82,9 @@ class Delay:
                         used(leaf, self._counts)
                 for pump in pumps:
                     pump()
+        except BaseException:
+            state.failures += 1
+            raise
         finally:
             state.enabled = before
         for end in tuple(state.ends):

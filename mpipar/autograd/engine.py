@@ -153,6 +153,9 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
     before, state.enabled = state.enabled, False
     try:
         _consume(order, counts)
+    except BaseException:
+        state.failures += 1
+        raise
     finally:
         state.enabled = before
     if hooks and delay is None:

@@ -144,6 +144,7 @@ class State(threading.local):
         self.tape = Tape()
         self.delay: Any = None  # the Delay that backward puts gradients off in
         self.warned = False  # of many collectives
+        self.failures = 0  # backwards that ended with an exception
 
 
 state = State()
@@ -160,6 +161,11 @@ def _depth_of_caller() -> int:
 def is_grad_enabled() -> bool:
     """Say whether operations are being recorded."""
     return state.enabled
+
+
+def failures() -> int:
+    """Return how many of this thread's backwards have ended with an exception."""
+    return state.failures
 
 
 class no_grad(contextlib.ContextDecorator):

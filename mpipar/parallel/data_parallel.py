@@ -34,6 +34,7 @@ from mpipar.autograd.engine import accumulate
 from mpipar.errors import BufferMismatchError, ConfigError, StateError, explain
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.synchronizer import GradientSynchronizer
+from mpipar.parallel.wrapped import require_communicator, require_unwrapped
 
 
 class DataParallel:
@@ -72,6 +73,8 @@ class DataParallel:
     Experts that are spread over a group (see `MoE`) are left alone: each rank has others.
     """
 
+    reduces_gradients = True
+
     def __init__(
         self,
         module: Any,
@@ -93,6 +96,8 @@ class DataParallel:
         Raises ConfigError for settings that cannot work, and MismatchError on every rank if the
         parameters have other shapes or dtypes on some.
         """
+        require_unwrapped(module, "DataParallel")
+        require_communicator(comm)
         if accumulation_steps < 1:
             rule = "backward runs at least once a step"
             raise ConfigError(explain("accumulation_steps", accumulation_steps, rule, "Pass 1"))

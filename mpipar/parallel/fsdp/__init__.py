@@ -5,8 +5,9 @@ build.py      which parameters go together  boundary.py   before forward and bef
 layout.py     flat arrays and their cuts    gradients.py  whole gradients and those of shards
 unit.py       parameters and shards         reducer.py    from the ones to the others
 links.py      communicators                 state.py      whole values and back, who holds what
-watch.py      when to gather anew           wrapper.py    the module that users see
-memory.py, scaler.py
+watch.py      when to gather anew           flags.py      which parameters are trained
+backward.py   what an exception leaves      freed.py      a parameter that is not gathered
+wrapper.py    the module that users see     memory.py, scaler.py
 """
 
 from mpipar.parallel.fsdp.config import FsdpConfig, NothingToOffloadWarning

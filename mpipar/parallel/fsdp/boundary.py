@@ -9,10 +9,14 @@ gradient arrives: what it starts, all ranks start.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from mpipar.arrays import Array
+import numpy as np
+
+from mpipar.arrays import Array, is_device
 from mpipar.autograd import Function, Tensor, is_grad_enabled
+from mpipar.autograd.tensor import is_float
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.module import Module
 
@@ -37,33 +41,50 @@ class _Boundary(Function):
 
 def wrap(
     module: Module,
-    enter: Callable[[], None],
+    enter: Callable[[], Any],
     leave: Callable[[bool], None],
-    back: Callable[[], None],
+    back: Callable[[Any], None],
     cast: Callable[[Any], Any] | None = None,
 ) -> None:
     """Let the module's forward call `enter` first and `leave(recorded)` last, backward `back`.
 
-    cast: what is done to every Tensor among the arguments.  `unwrap` undoes it.
-    Raises ConfigError if it is wrapped already.
+    `back` gets what `enter` has returned.
+    cast: what is done to everything among the arguments.  `unwrap` undoes it.
     """
-    if "forward" in vars(module):
-        rule = "a module must be sharded once, and its forward be that of its class"
-        raise ConfigError(
-            explain("module", type(module).__name__, rule, "destroy() the other FSDP")
-        )
     inner = module.forward
 
     def forward(*args: Any, **options: Any) -> Any:
-        enter()
+        entered = enter()
         if cast is not None:
             args, options = _mapped(args, cast), _mapped(options, cast)
         result = inner(*args, **options)
         recorded = is_grad_enabled()
         leave(recorded)
-        return _marked(result, back, type(module).__name__) if recorded else result
+        if not recorded:
+            return result
+        return _marked(result, partial(back, entered), type(module).__name__)
 
+    forward.of = "FSDP"  # type: ignore[attr-defined]
     module.__dict__["forward"] = forward
+
+
+def cast_to(dtype: np.dtype) -> Callable[[Any], Any]:
+    """Return a function that converts Tensors and arrays of floating-point numbers."""
+
+    def cast(x: Any) -> Any:
+        data = x.data if isinstance(x, Tensor) else x
+        is_array = isinstance(data, np.ndarray) or is_device(data)
+        return x.astype(dtype) if is_array and is_float(data.dtype) else x
+
+    return cast
+
+
+def check_free(module: Module) -> None:
+    """Raise ConfigError for a module with a forward of its own, which `wrap` would replace."""
+    if "forward" in vars(module):
+        rule = "a module must be sharded once, and its forward be that of its class"
+        fix = "destroy() the other FSDP"
+        raise ConfigError(explain("module", type(module).__name__, rule, fix))
 
 
 def unwrap(module: Module) -> None:

@@ -93,7 +93,7 @@ class Gradients:
             self.owns = [unit.xp.empty(own.shape, unit.wide) for own in unit.owns]
 
     def _set_aside(self) -> None:
-        """Copy the gradients that the shards have, and take them away."""
+        """Copy the gradients that the shards have; they keep the copies until there are sums."""
         unit = self.unit
         self.had = [shard.grad is not None for shard in unit.shards]
         if not any(self.had):
@@ -101,8 +101,9 @@ class Gradients:
         self.before = [unit.xp.zeros(own.shape, unit.wide) for own in unit.owns]
         for number, shard in enumerate(unit.shards):
             if shard.grad is not None:
-                unit.part(self.before, number)[...] = shard.grad
-                shard.grad = None
+                copy = unit.part(self.before, number)
+                copy[...] = shard.grad
+                shard.grad = copy
 
     def close(self, segment: Segment) -> Array:
         """Return the whole gradients of a segment, complete: zeros where there are none."""
@@ -144,6 +145,16 @@ class Gradients:
         self.had = [False] * len(self.had)
         for param in self.unit.params:
             param.grad = None
+
+    def drop(self, pool: Pool) -> None:
+        """Be as if the backwards since the last sync had not been."""
+        self.forget()
+        for param in self.unit.params:
+            param.home = None
+        if self.whole is not None and not self.keeps:
+            pool.put(self.whole)
+            self.whole = None
+        self.pending = self.expected = False
 
     @property
     def bytes(self) -> int:

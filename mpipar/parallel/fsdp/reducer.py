@@ -22,11 +22,13 @@ from mpipar.arrays import Array
 from mpipar.autograd import add_pump
 from mpipar.comm import waiting
 from mpipar.comm.buckets import MEGABYTE
+from mpipar.errors import StateError, explain
 from mpipar.parallel.fsdp.gradients import Gradients, Pool
 from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.unit import Unit
 
 BUFFERS = 2  # of units' whole gradients: one is written, one is on its way
+ABORTED = 2  # instead of whether a rank has used a parameter
 SPARE = 0.025  # the second only where it costs less than this share of what a rank keeps
 
 
@@ -84,12 +86,19 @@ class Reducer:
         self._pump: Any = None
         self.quiet = False  # gradients stay on this rank
         self.peak_bytes = 0
-        self.handles = [
-            param.register_hook(partial(self._complete, grads, number))
-            for grads in self.grads
-            for number, param in enumerate(grads.unit.params)
-            if param.requires_grad
-        ]
+        self._heard: set[tuple[int, int]] = set()
+        self.handles: list[Any] = []
+        for grads in self.grads:
+            for number, param in enumerate(grads.unit.params):
+                if param.requires_grad:
+                    self.listen(grads.unit, number)
+
+    def listen(self, unit: Unit, number: int) -> None:
+        """Be told when the gradient of a parameter is complete."""
+        if (id(unit), number) not in self._heard:
+            self._heard.add((id(unit), number))
+            hook = partial(self._complete, self._of[id(unit)], number)
+            self.handles.append(unit.params[number].register_hook(hook))
 
     # -- in backward -----------------------------------------------------------------------------
 
@@ -210,8 +219,23 @@ class Reducer:
             self._pump.remove()
             self._pump = None
 
-    def sync(self) -> None:
-        """Collective: reduce all that is left, and leave the results in the shards."""
+    def abort(self) -> None:
+        """Drop all since the last sync, after a backward that ended with an exception.
+
+        Collective, unless it was quiet.  Ranks may have started different numbers of segments, so
+        all start the rest; those that have nothing to drop raise StateError in `sync`.
+        """
+        self.end()
+        if not self.quiet:
+            self.sync(aborted=True)
+        for grads in self.grads:
+            grads.drop(self.pool)
+
+    def sync(self, aborted: bool = False) -> None:
+        """Collective: reduce all that is left, and leave the results in the shards.
+
+        Raises StateError if some rank calls it `aborted` and this one does not.
+        """
         while self._next < len(self._queue):
             grads, which = self._queue[self._next]
             if not grads.pending:
@@ -220,18 +244,33 @@ class Reducer:
                 self._land(self._flights[0])
             self._launch(grads, which)
         used = np.array([used for grads in self.grads for used in grads.used], np.uint8)
+        if aborted:
+            used[...] = ABORTED
         link = self._links.all
         asked = None if link is None else link.all_reduce(used, "max")
         for flight in tuple(self._flights):
             self._land(flight)
         if asked is not None:
             asked.wait()
+        self._next = 0
+        self._links.settle()
+        if ABORTED in used:
+            for grads in self.grads:
+                grads.drop(self.pool)
+            if not aborted:
+                rule = "it ended with an exception on another rank"
+                fix = "Catch it on every rank, and begin the step anew with zero_grad()"
+                raise StateError(explain("backward", "aborted", rule, fix))
+            return
         start = 0
         for grads in self.grads:
             grads.hand_out(used[start : start + len(grads.used)].astype(bool).tolist())
             start += len(grads.used)
-        self._next = 0
-        self._links.settle()
+
+    def close(self) -> None:
+        """Hear no more of gradients."""
+        while self.handles:
+            self.handles.pop().remove()
 
     def forget(self) -> None:
         """Drop what was not reduced."""

@@ -18,6 +18,7 @@ import numpy as np
 from mpipar.arrays import Array, module_of
 from mpipar.nn.module import Parameter
 from mpipar.nn.spec import Spec
+from mpipar.parallel.fsdp.freed import Freed
 from mpipar.parallel.fsdp.layout import Layout
 
 
@@ -63,8 +64,10 @@ class Unit:
         self.layout = Layout(shapes, self.wide, cut.ranks, cut.flatten, cut.bucket_mb)
         self.stays, self.in_place = stays, stays and self.narrow == self.wide
         self.whole: Array | None = None  # the buffer that the module's parameters point into
+        self.given: list[Array] = []  # what the module's parameters have been given as data
         self.owns = self._cut_values()
         self.shards = [self._shard(number) for number in range(len(self.params))]
+        self.parts = [shard.data for shard in self.shards]
         if self.whole is None:
             self.release()
 
@@ -122,14 +125,18 @@ class Unit:
         if self.whole is whole:
             return
         self.whole = whole
-        for number, param in enumerate(self.params):
-            param.data = self.view(whole, number)
+        self._give([self.view(whole, number) for number in range(len(self.params))])
 
     def release(self) -> None:
         """Leave nothing in the module's parameters: whoever uses one now gets an error."""
         self.whole = None
-        for param, shape in zip(self.params, self.layout.shapes, strict=True):
-            param.data = self.xp.empty((0,) * max(1, len(shape)), self.narrow)
+        shapes = zip(self.names, self.layout.shapes, strict=True)
+        self._give([Freed(name, len(shape), self.narrow) for name, shape in shapes])
+
+    def _give(self, arrays: list[Array]) -> None:
+        self.given = arrays
+        for param, array in zip(self.params, arrays, strict=True):
+            param.data = array
 
     def restore(self, whole: Array) -> None:
         """Give the module's parameters values of their own, in the dtype they had."""

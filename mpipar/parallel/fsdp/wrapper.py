@@ -22,20 +22,22 @@ from typing import Any
 
 from mpipar.arrays import Array
 from mpipar.arrays import dtype as dtype_of
-from mpipar.autograd import Tensor, after_backward
-from mpipar.autograd.tensor import is_float
+from mpipar.autograd import after_backward
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.module import Module, Parameter
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.fsdp import boundary, state
+from mpipar.parallel.fsdp.backward import Backward
 from mpipar.parallel.fsdp.build import modules_of, plan
 from mpipar.parallel.fsdp.config import FsdpConfig, check_offload
+from mpipar.parallel.fsdp.flags import Flags
 from mpipar.parallel.fsdp.gather import Gatherer
 from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.memory import Memory, give_back_freed, measure
 from mpipar.parallel.fsdp.reducer import Reducer
 from mpipar.parallel.fsdp.unit import Cut, Named, Unit
 from mpipar.parallel.fsdp.watch import Watch
+from mpipar.parallel.wrapped import require_communicator, require_unwrapped
 
 
 class FSDP:
@@ -67,6 +69,8 @@ class FSDP:
     Attributes are those of the module, and so are the names in `state_dict`.
     """
 
+    reduces_gradients = True
+
     def __init__(
         self,
         module: Module,
@@ -86,11 +90,15 @@ class FSDP:
         Raises ConfigError for settings that cannot work, and MismatchError on every rank if the
         ranks have other parameters or settings.
         """
+        require_unwrapped(module, "FSDP")
+        require_communicator(comm)
         self.module, self.comm, self.op = module, comm, op
         self.config = config = FsdpConfig() if config is None else config
         if op not in ("mean", "sum"):
             raise ConfigError(explain("op", op, "gradients are added", 'Pass "mean" or "sum"'))
         self._modules = modules_of(module, units)
+        for one in (module, *self._modules):
+            boundary.check_free(one)
         made = plan(module, self._modules, config)
         shards = config.shard_ranks(comm.size)
         check_offload(config, comm.device, comm.rank)
@@ -115,11 +123,12 @@ class FSDP:
         self._reducer = Reducer(self._base, self._own, *how)
         self._shards = self._by_name()
         self._watch = Watch(self._units)
-        self._expected = False  # whether the backward that runs is one of this module
+        self._flags = Flags(self._units, self._reducer.listen)
+        self._backward = Backward(self._gatherer, self._reducer)
         self._quiet = 0  # how many `no_sync` blocks this is in
         self._wrapped: list[Module] = []
         self._wrap(own)
-        self._handles = [*self._reducer.handles, _at_the_end(self)]
+        self._at_the_end = _at_the_end(self)
         give_back_freed()
 
     def _unit(self, label: str, members: Sequence[Named], cut: Cut) -> Unit | None:
@@ -144,7 +153,8 @@ class FSDP:
 
     def _wrap(self, own: Sequence[Unit | None]) -> None:
         """Put the hooks into the modules."""
-        cast = None if self.config.mixed_precision is None else self._narrowed
+        narrow = self.config.mixed_precision
+        cast = None if narrow is None else boundary.cast_to(dtype_of(narrow))
         boundary.wrap(self.module, self._enter, self._leave, self._enter_backward, cast)
         self._wrapped.append(self.module)
         for module, unit in zip(self._modules, own, strict=True):
@@ -157,45 +167,42 @@ class FSDP:
         def enter() -> None:
             self._gatherer.use(unit)
 
-        def back() -> None:
+        def back(entered: None) -> None:
             self._gatherer.backward = True
             self._gatherer.use(unit)
             self._reducer.expect(unit)
 
         return enter, back
 
-    def _enter(self) -> None:
+    def _enter(self) -> int:
         if self._gatherer.held:
             self._gatherer.begin(changed=False)
         else:
+            self._backward.recover()
+            self._flags.follow()
+            self._watch.check_module()
             self._gatherer.begin(self._watch.changed(self._reducer.is_pending))
+        return self._flags.epoch
 
     def _leave(self, recorded: bool) -> None:
         if not recorded:
             self._gatherer.rest()
 
-    def _enter_backward(self) -> None:
-        self._expected = self._gatherer.backward = True
-        self._reducer.quiet = self._quiet > 0
+    def _enter_backward(self, epoch: int) -> None:
+        self._flags.check(epoch)
+        self._backward.begin(quiet=self._quiet > 0)
         self._gatherer.use_base()
         for unit in self._base:
             self._reducer.expect(unit)
 
     def _end_backward(self) -> None:
-        if not self._expected:
+        if not self._backward.expected:
             return  # it was one of something else
-        self._expected = False
+        self._backward.expected = False
         self._gatherer.rest()
         self._reducer.end()
         if not self._reducer.quiet:
             self.sync_gradients()
-
-    def _narrowed(self, x: Any) -> Any:
-        """Return a Tensor in the dtype that is computed with."""
-        narrow = self._units[0].narrow if self._units else None
-        if narrow is None or not isinstance(x, Tensor) or not is_float(x.data.dtype):
-            return x
-        return x.astype(narrow)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -252,6 +259,7 @@ class FSDP:
         for shard in self._shards.values():
             shard.grad = None
         self._reducer.forget()
+        self._backward.forget()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -268,6 +276,7 @@ class FSDP:
 
     def sync_gradients(self) -> None:
         """Collective: reduce what backwards under `no_sync` have added up."""
+        self._backward.recover()
         self._reducer.sync()
         self._watch.reduced()
 
@@ -278,6 +287,7 @@ class FSDP:
         For what not all ranks do alike: sampling on one of them, or unequal numbers of batches.
         Values are to be read only, and backward is not to be run.
         """
+        self._backward.recover()
         self._watch.gathered()
         self._gatherer.hold()
         try:
@@ -301,6 +311,7 @@ class FSDP:
 
         Whole over `comm`: what tensor parallelism cuts stays cut.
         """
+        self._watch.adopt()
         found = state.gather_state(self._units, self._links)
         return {name: found[name] for name in self._names}
 
@@ -344,8 +355,11 @@ class FSDP:
         """
         if not self._wrapped:
             return
-        while self._handles:
-            self._handles.pop().remove()
+        self.zero_grad()
+        self._backward.recover()
+        self._watch.adopt()
+        self._at_the_end.remove()
+        self._reducer.close()
         while self._wrapped:
             boundary.unwrap(self._wrapped.pop())
         self._gatherer.rest()
