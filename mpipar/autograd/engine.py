@@ -138,9 +138,26 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
     hooks of leaves do not fire, and it has no end: both are for an enclosing backward.  In a
     `Delay` the end comes when that is run.
     """
+    around = tuple(state.around) if hooks else ()
+    for begin, _ in around:
+        begin(all(source is None for source, _ in roots))
+    delay = state.delay if hooks else None
+    try:
+        _run(roots, tape, number, hooks, delay)
+    except Exception as error:
+        for _, failed in around:
+            failed(error)
+        raise
+    if hooks and delay is None:
+        for end in tuple(state.ends):
+            end()
+
+
+def _run(
+    roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool, delay: Any
+) -> None:
     collectives = tape.up_to(number)
     counts: dict[Any, int] = {}
-    delay = state.delay if hooks else None
     if delay is not None:
         delay.begin(counts)
     order = _collect([source for source, _ in roots], collectives, counts if hooks else None)
@@ -158,9 +175,6 @@ def run(roots: list[tuple[Source, Array]], tape: Tape, number: int, hooks: bool 
         raise
     finally:
         state.enabled = before
-    if hooks and delay is None:
-        for end in tuple(state.ends):
-            end()
 
 
 def _consume(order: list[Node], counts: dict[Any, int]) -> None:

@@ -141,6 +141,7 @@ class State(threading.local):
         self.collective_calls = 0  # recorded or not
         self.pumps: list[Callable[[], object]] = []
         self.ends: list[Callable[[], object]] = []
+        self.around: list[tuple[Callable[[bool], object], Callable[[Exception], object]]] = []
         self.tape = Tape()
         self.delay: Any = None  # the Delay that backward puts gradients off in
         self.warned = False  # of many collectives
@@ -234,3 +235,17 @@ def after_backward(function: Callable[[], object]) -> Handle:
     """
     state.ends.append(function)
     return Handle(state.ends, function)
+
+
+def around_backward(
+    begin: Callable[[bool], object], failed: Callable[[Exception], object]
+) -> Handle:
+    """Call `begin` before this thread's backwards, and `failed` if one of them raises.
+
+    begin is told whether the backward has no loss that wants a gradient; failed gets the error,
+    which goes on after it.  A backward that failed has no end.
+    Returns a handle with `.remove()`.
+    """
+    entry = (begin, failed)
+    state.around.append(entry)
+    return Handle(state.around, entry)

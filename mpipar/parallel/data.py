@@ -17,6 +17,7 @@ import numpy as np
 
 from mpipar.arrays import Array, module_of
 from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.wrapped import require_communicator
 
 
 def sum_gradients(params: Iterable[Any], comm: Communicator) -> None:
@@ -26,6 +27,7 @@ def sum_gradients(params: Iterable[Any], comm: Communicator) -> None:
     more.  A gradient that is None counts as zeros, so a parameter that only some ranks used comes
     out right and is set everywhere.  The new gradients are views of one buffer a dtype.
     """
+    require_communicator(comm)
     if comm.size == 1:
         return
     kinds: dict[np.dtype, dict[int, Any]] = {}

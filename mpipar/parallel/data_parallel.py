@@ -6,8 +6,11 @@
 
 A hook on every parameter hands its gradient to a GradientSynchronizer as soon as it is complete.
 The end of backward waits for the buckets.  Backward writes the gradients straight to the buckets
-(`Parameter.home`), and the results are views of them: nothing is copied in or out.  A backward that
-adds to results which cannot be written leaves the sum in the bucket.
+(`Parameter.home`), and the results are views of them: nothing is copied in or out.  Results that
+are not cleared are set aside first, and the next ones added to them (set_aside.py).
+
+A backward that raises ends the step on all ranks, with an error on the others (see `fail` of the
+synchronizer): it leaves the gradients there were after the last step, and the next can begin.
 
 `join` lets ranks have unequal numbers of batches.  Each step then begins with a count; a rank that
 has no more batches counts as 0 and takes part with zeros until the count of all is 0:
@@ -21,6 +24,7 @@ of the gradients, most of it beside backward, and one of a byte a parameter.
 """
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
@@ -29,12 +33,23 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array
-from mpipar.autograd import after_backward, is_grad_enabled
+from mpipar.autograd import after_backward, around_backward, is_grad_enabled
 from mpipar.autograd.engine import accumulate
-from mpipar.errors import BufferMismatchError, ConfigError, StateError, explain
+from mpipar.errors import BufferMismatchError, ConfigError, MpiparError, StateError, explain
 from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.set_aside import SetAside
 from mpipar.parallel.synchronizer import GradientSynchronizer
 from mpipar.parallel.wrapped import require_communicator, require_unwrapped
+
+
+class _Replicas(threading.local):
+    """The wrappers of this thread that are in use."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+_replicas = _Replicas()
 
 
 class DataParallel:
@@ -64,11 +79,16 @@ class DataParallel:
     With accumulation_steps=1, backwards in `no_sync()` and the one after it are added, not divided:
     for losses that `token_mean(..., total=)` has divided by the number of the whole batch.
 
-    What is in `.grad` of the parameters is reduced, so clear the gradients between steps.  After
-    a step they are views of buckets, which the next backward writes again: copy what you keep.  On
-    one node they lie there once for all ranks and are READ-ONLY: clip with `clip_grad_norm`, which
-    makes copies, or pass `clip_factor(norm, max_norm)` to `optimizer.step(grad_scale=)`, which
-    needs none; shared=False makes gradients that can be written.
+    Clear the gradients between steps, or else each adds its own to what was reduced before (and,
+    clipped or not, is not reduced again).  Between no_sync() and the next step, `.grad` of what got
+    more is this rank's part of the step alone.  A rank without a loss calls `mp.backward()`; with
+    several wrappers it runs a forward of the one that the others train.
+    Parameters that become trainable, or are replaced, need a new wrapper.
+    After a step gradients are views of buckets, which the next backward writes again: copy what
+    you keep.  On one node they lie there once for all ranks and are READ-ONLY: clip with
+    `clip_grad_norm`, which makes copies, or pass `clip_factor(norm, max_norm)` to
+    `optimizer.step(grad_scale=)`, which needs none; shared=False makes gradients that can be
+    written.
     Attributes are those of the module, and so are the names in `state_dict`.
     Experts that are spread over a group (see `MoE`) are left alone: each rank has others.
     """
@@ -112,9 +132,13 @@ class DataParallel:
         self._expected = False  # whether the next backward is one of this module
         self._quiet = 0  # how many `no_sync` blocks this is in
         self._by_hand = False  # between start_accumulation and the sync
+        self._idle = False  # expected because it has no loss: others may have one
         self._done = 0  # backwards since the last sync
+        self._aside = SetAside()
+        self._known = {id(param) for param in self._params}
         self._handles = [param.register_hook(self._complete) for param in self._params]
-        self._handles.append(_at_the_end(self))
+        self._handles += _around_backward(self)
+        _replicas.alive.add(self)
 
     def destroy(self) -> None:
         """Collective: free the communicator and leave the module alone; twice is harmless.
@@ -124,6 +148,7 @@ class DataParallel:
         """
         while self._handles:
             self._handles.pop().remove()
+        _replicas.alive.discard(self)
         self._synchronizer.close()
 
     def __enter__(self) -> "DataParallel":
@@ -136,10 +161,30 @@ class DataParallel:
     # -- the module ------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module.
+
+        Raises StateError if parameters have become trainable, or were replaced, since it was
+        wrapped.
+        """
         if is_grad_enabled() and getattr(self.module, "training", True):
+            self._check_parameters()
             self._expected = True  # also where this rank will turn out to use no parameter
         return self.module(*args, **kwargs)
+
+    def _check_parameters(self) -> None:
+        """Raise StateError if there is a trainable parameter that would not be reduced."""
+        if self._handles and any(
+            param.requires_grad and id(param) not in self._known and not _is_spread_expert(param)
+            for param in self.module.parameters()
+        ):
+            names = [
+                name
+                for name, param in self.module.named_parameters()
+                if param.requires_grad and id(param) not in self._known
+            ]
+            rule = "they became trainable, or are new, since the module was wrapped"
+            fix = "On every rank, destroy() the wrapper and wrap the module again"
+            raise StateError(explain("parameters", names, rule, fix))
 
     def __getattr__(self, name: str) -> Any:
         """Return what the module has under this name."""
@@ -193,23 +238,64 @@ class DataParallel:
         alone = self._quiet or self._by_hand
         return not alone and self._done + 1 == self.accumulation_steps
 
+    def _begin_backward(self, idle: bool) -> None:
+        if idle and self.comm.size > 1:
+            self._take_part()
+        self._aside.take()
+
+    def _take_part(self) -> None:
+        """Expect the step of this module, if it is the only one, in a backward without a loss."""
+        if any(replica._expected for replica in _replicas.alive):
+            return
+        trained = [r for r in _replicas.alive if getattr(r.module, "training", True) and r._params]
+        if len(trained) > 1:
+            rule = f"a backward without a loss takes part in a step of one of {len(trained)}"
+            fix = "Run a forward of the one that the other ranks train, or destroy() the others"
+            raise StateError(explain("DataParallel", "no forward", rule, fix))
+        if self in trained:
+            self._expected = self._idle = True
+
     def _end_backward(self) -> None:
         if not self._expected:
-            return  # it was one of something else
+            self._aside.keep()  # it was one of something else
+            return
         if self._is_last:
-            if not self._reduce():
+            if not self._reduce() and not self._idle:
                 return  # no rank used this module: the backward of its forward is still to come
             self._done = 0
-        elif not (self._quiet or self._by_hand):
-            self._done += 1
-        self._expected = False
+        else:
+            self._aside.keep()
+            if not (self._quiet or self._by_hand):
+                self._done += 1
+        self._expected = self._idle = False
+
+    def _fail(self, error: Exception) -> None:
+        """A backward raised: end the step on all ranks."""
+        if self._expected and self._is_last:
+            self._synchronizer.fail(error)
+            self._drop()
+        else:
+            self._aside.keep()
 
     def _reduce(self) -> bool:
         """Reduce all that is in the gradients; say whether there was anything on any rank."""
+        try:
+            for param in self._params:
+                if param.grad is not None and not self._synchronizer.submitted(param):
+                    self._synchronizer.submit(param, param.grad)
+            used = self._synchronizer.sync()
+        except MpiparError:
+            self._drop()
+            raise
+        self._aside.add(self._params)
+        return used
+
+    def _drop(self) -> None:
+        """Forget the step that runs: the gradients are those before it."""
         for param in self._params:
-            if param.grad is not None and not self._synchronizer.submitted(param):
-                self._synchronizer.submit(param, param.grad)
-        return self._synchronizer.sync()
+            param.grad = None
+        self._aside.add(self._params)
+        self._done, self._expected, self._idle = 0, False, False
 
     # -- accumulation by hand --------------------------------------------------------------------
 
@@ -219,6 +305,7 @@ class DataParallel:
         Until they are complete, backward communicates nothing.
         """
         self.module.zero_grad()
+        self._aside.clear()
         self._by_hand, self._done = True, 0
 
     def accumulate_gradients(
@@ -271,15 +358,20 @@ class DataParallel:
         takes part in the others' steps until all have left.  If some had more steps, all end with
         the parameters and gradients of those (not with their optimiser's state).
         Gradients are cleared between steps; of collectives, the block has only this module's.
+        An error that leaves the block on one rank is a StateError in the next step of the others;
+        it goes on once they have been told.
         """
         if self.comm.size == 1:
             yield
             return
-        self._synchronizer.counted = True
-        self._synchronizer.counts = np.full(self.comm.size, self.accumulation_steps)
+        self._synchronizer.begin_counting()
         try:
             yield
             self._follow()
+        except Exception as error:
+            self._synchronizer.leave(error)
+            self._drop()
+            raise
         finally:
             self._synchronizer.counted = False
 
@@ -292,6 +384,7 @@ class DataParallel:
                 self._reduce()
             else:
                 self._synchronizer.sync()
+                self._aside.add(self._params)
             mine = 0
             if self.accumulation_steps in counts:
                 stepped = counts == self.accumulation_steps
@@ -311,15 +404,20 @@ def _is_spread_expert(param: Any) -> bool:
     return "ep" in getattr(getattr(param, "spec", None), "placements", ())
 
 
-def _at_the_end(replica: DataParallel) -> Any:
-    """Call `_end_backward` after every backward, as long as somebody holds the replica."""
-    held = weakref.ref(replica)
+def _around_backward(replica: DataParallel) -> list[Any]:
+    """Tell the replica of every backward, as long as somebody holds it."""
+    held = weakref.WeakMethod
 
-    def end() -> None:
-        alive = held()
-        if alive is not None:
-            alive._end_backward()
+    def call(method: weakref.WeakMethod[Any]) -> Any:
+        def forward(*args: Any) -> None:
+            alive = method()
+            if alive is not None:
+                alive(*args)
 
-    handle = after_backward(end)
-    weakref.finalize(replica, handle.remove)
-    return handle
+        return forward
+
+    begin, end = call(held(replica._begin_backward)), call(held(replica._end_backward))
+    handles = [after_backward(end), around_backward(begin, call(held(replica._fail)))]
+    for handle in handles:
+        weakref.finalize(replica, handle.remove)
+    return handles

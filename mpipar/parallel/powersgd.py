@@ -30,11 +30,13 @@ import numpy as np
 
 from mpipar import rng
 from mpipar.arrays import Array, compute_dtype, module
+from mpipar.autograd.engine import can_write
 from mpipar.comm import buckets
 from mpipar.errors import ConfigError, MismatchError, explain
 from mpipar.kernels import low_rank
 from mpipar.nn.module import Module, tensors_of
 from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.wrapped import require_communicator
 
 
 class PowerSGD:
@@ -47,6 +49,8 @@ class PowerSGD:
             compressed.sync()                     # param.grad is the low-rank mean over the ranks
             optimizer.step()
 
+    Of a DataParallel module, run the backward under `no_sync()`: else its gradients are reduced
+    whole, and then once more.
     Parameters have to start equal on all ranks, as the same seed makes them.  The results have the
     same bits on every rank.
 
@@ -77,11 +81,20 @@ class PowerSGD:
         Raises ConfigError for settings that cannot work, and MismatchError on every rank if the
         parameters have other shapes or dtypes, or the settings other values, on some.
         """
+        require_communicator(comm)
         _check_settings(rank, start_step, min_compression_rate, op)
         if isinstance(parameters, Module):
             parameters = parameters.parameters()
         trained = [param for param in tensors_of(parameters) if param.requires_grad]
         params = list({id(param): param for param in trained}.values())
+        if len(params) < len(trained):
+            twice = len(trained) - len(params)
+            rule = f"each parameter is there once, and {twice} of these are there before"
+            raise ConfigError(
+                explain(
+                    "parameters", len(trained), rule, "Pass module.parameters(), or each one once"
+                )
+            )
         self.comm, self.rank, self.op = comm, int(rank), op
         self.start_step, self.min_compression_rate = int(start_step), min_compression_rate
         self.seed, self.steps = seed, 0
@@ -201,7 +214,7 @@ class PowerSGD:
             used, param = bool(group.used[i] > 0), entry.param
             if not used:
                 param.grad = None
-            elif param.grad is None:
+            elif param.grad is None or not can_write(param.grad):
                 param.grad = entry.xp.empty_like(param.data)
             if entry.number in group.plain:
                 if used:

@@ -11,7 +11,7 @@ ONE order: a rank starts bucket k, by posting its messages, once it has all of k
 those before it.  No message of an all-reduce completes the sum before every rank has started it, so
 that a bucket is reduced once every rank has submitted all of it.  `sync` starts the rest in
 that order, with zeros for what this rank did not use; one more small all-reduce (a byte a
-parameter) finds out what nobody used.  The messages have a communicator of their own, because ranks
+parameter) finds out what nobody used, and whether a rank could not end its step: then all raise.  The messages have a communicator of their own, because ranks
 start buckets at different places among their other collectives.
 
 What is in flight is advanced by the pump of the autograd tape, between the nodes of backward, and
@@ -25,6 +25,7 @@ The first step's buckets follow the order of registration, later ones the order 
 gradients arrive.  Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +36,21 @@ from mpipar.arrays import dtype as dtype_of
 from mpipar.autograd import Tensor, add_pump
 from mpipar.comm import buckets, waiting
 from mpipar.comm.slots import Slots, name_of
-from mpipar.errors import ConfigError, MismatchError, StateError, explain
+from mpipar.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    DestroyedError,
+    MismatchError,
+    MpiparError,
+    PeerError,
+    StateError,
+    explain,
+)
 from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.wrapped import require_communicator
 
+LOST = (CollectiveTimeoutError, PeerError, DestroyedError)  # nobody may be there to be told
+NAMED = 254  # ranks up to this one are named when they fail
 DIRECT_RANKS = 32  # groups up to this size, inside a node, use the direct all-reduce
 
 
@@ -82,6 +95,7 @@ class GradientSynchronizer:
 
         Raises ConfigError for settings that cannot work.
         """
+        require_communicator(comm)
         buckets.check_settings(bucket_mb, op, steps, wire_dtype, shared)
         self.comm, self.op, self.steps = comm, op, steps
         self.bucket_mb = bucket_mb
@@ -100,6 +114,8 @@ class GradientSynchronizer:
         self._stale = True  # parameters were registered after the buckets were made
         self._arrivals: list[int] | None = []  # None once the order is settled
         self._counting: Any = None
+        self._broken = ""  # why no step can follow
+        self._left = False  # a rank has left the counted block by an error
         self._pump: Any = None
 
     # -- life ------------------------------------------------------------------------------------
@@ -205,21 +221,37 @@ class GradientSynchronizer:
         They are in `param.grad` then: zeros were taken for what only other ranks used, and None is
         there for what no rank used.  Returns whether any rank used anything.
 
-        Raises MismatchError on every rank if they registered different parameters.
+        Raises MismatchError on every rank if they registered different parameters, StateError on
+        every rank if one could not end its step.
         """
-        if not self._running:
-            self._begin()
-        used = np.array([slot.left < slot.uses for slot in self._slots.all], np.uint8)
-        try:
-            self._agreed(wait=True)
-            for slot in self._slots.all:
-                if slot.left == slot.uses:
-                    slot.view.fill(0)
-            self._buckets.finish(self._divisor)
-            self._hand_out(used)
-        finally:
+        return self._end_step(failed=False)
+
+    def fail(self, error: Exception) -> None:
+        """Collective: end a step for which this rank has no gradients, because of `error`.
+
+        The others, for whom it is their `sync`, raise StateError; then the next step can begin.
+        After an error that says that others may be gone, nobody is told, and none can.
+        """
+        if self._link is None or not self._started:
             self._reset()
-        return bool(used.any())
+        elif isinstance(error, LOST):
+            self._give_up(error)
+        else:
+            with contextlib.suppress(MpiparError):
+                self._end_step(failed=True)
+
+    def leave(self, error: Exception) -> None:
+        """Collective: this rank leaves a counted block because of `error`: the others raise."""
+        if self._left or self._broken or self._link is None:
+            return  # they know, or cannot be told
+        if isinstance(error, LOST):
+            self._give_up(error)
+            return
+        if self._running:
+            self.fail(error)
+        with contextlib.suppress(MpiparError):
+            if (self.count(-1) > 0).any():
+                self._end_step(failed=True)
 
     def device_of(self, param: Any) -> str:
         """Return where the gradient of `param` is reduced: "cpu" or "cuda"."""
@@ -244,13 +276,22 @@ class GradientSynchronizer:
     def count(self, steps: int) -> np.ndarray:
         """Collective: begin a counted step to which this rank adds `steps` gradients; 0 is none.
 
-        Returns the numbers of all ranks.  If they are all 0, nothing has begun.
+        Returns the numbers of all ranks.  If they are all 0, nothing has begun.  -1: it leaves by
+        an error.
+
+        Raises StateError on every rank if one does and no other has a step.
         """
         self._begin(steps)
         counts = self._wait_for_counts()
-        if not counts.any():
+        if not (counts > 0).any():
             self._reset()
+            self._check_who_left()
         return counts
+
+    def begin_counting(self) -> None:
+        """Let each step begin by counting who takes part, until `counted` is unset."""
+        self.counted, self._left = True, False
+        self.counts = np.full(self.comm.size, self.steps)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -258,6 +299,12 @@ class GradientSynchronizer:
         if not self._started:
             rule, fix = "it works between start() and close()", "Use it in a with block"
             raise StateError(explain("synchronizer", "not started", rule, fix))
+        if self._broken:
+            rule = f"no step can follow one that ended in {self._broken}"
+            fix = "On every rank, destroy() what reduces the gradients, and make it again"
+            raise StateError(explain("synchronizer", "a failed step", rule, fix))
+        if self.counted and self._left:
+            self._check_who_left()
         if self._stale:
             self._ask()
             self._slots.memory = None  # to share some is collective: the end of the step does so
@@ -273,6 +320,40 @@ class GradientSynchronizer:
             self._counting = self._link.all_reduce(mine, out=mine, async_op=True)
         if self._pump is None:
             self._pump = add_pump(self._advance)
+
+    def _end_step(self, failed: bool) -> bool:
+        """End a step on all ranks; `failed` says that this one has not all it should have."""
+        try:
+            if not self._running:
+                self._begin()
+            used = np.array([slot.left < slot.uses for slot in self._slots.all] + [0], np.uint8)
+            if failed:
+                used[-1] = min(self.comm.rank, NAMED) + 1
+            self._agreed(wait=True)
+            for slot in self._slots.all:
+                if slot.left == slot.uses:
+                    slot.view.fill(0)
+            self._buckets.finish(self._divisor)
+            self._hand_out(used)
+        except LOST as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._reset()
+        return bool(used[:-1].any())
+
+    def _give_up(self, error: Exception) -> None:
+        """Begin no more steps: messages of this one may still be under way."""
+        self._reset()
+        self._broken = f"{type(error).__name__}: {error}"
+
+    def _check_who_left(self) -> None:
+        """Raise StateError if ranks have left the counted block by an error."""
+        gone = np.flatnonzero(self.counts < 0).tolist()
+        if gone:
+            self._left = True
+            rule = f"ranks {gone} of communicator {self.comm.name!r} left the block by an error"
+            raise StateError(explain("join", "a step", rule, "See the error there"))
 
     def _advance(self) -> None:
         """Advance what is in flight, and start what may start."""
@@ -308,15 +389,21 @@ class GradientSynchronizer:
         counts = self._wait_for_counts()
         if self.op == "sum":
             return self.steps
-        return float(counts.sum()) / (self.comm.size if self._divides_inside(bucket) else 1)
+        return float(counts.clip(0).sum()) / (self.comm.size if self._divides_inside(bucket) else 1)
 
     def _hand_out(self, used: np.ndarray) -> None:
         """Find out what was used anywhere; leave the results in the parameters."""
-        if self._link is not None and used.size:
+        if self._link is not None and used.size > 1:
             self._wait_for_counts()
             self._link.all_reduce(used, "max", out=used)
-        self._slots.hand_out(used)
-        if self._link is not None and self._arrivals is not None and used.any():
+        if used[-1]:
+            self._check_who_left()
+            who = f"rank {used[-1] - 1}" if used[-1] <= NAMED else "a rank"
+            rule = f"{who} of communicator {self.comm.name!r} could not end its backward"
+            fix = "See the error there; this step left no gradients, and another may begin"
+            raise StateError(explain("sync", "a failed step", rule, fix))
+        self._slots.hand_out(used[:-1])
+        if self._link is not None and self._arrivals is not None and used[:-1].any():
             self._settle(self._link)
 
     def _wait_for_counts(self) -> np.ndarray:
