@@ -303,6 +303,12 @@ def test_bad_settings_and_input(comm: Communicator, alone: Communicator) -> None
     ):
         with pytest.raises(ConfigError, match=text):
             make(comm, 4, **{"k": 2, **settings})
+    wrong: Any = MPI.COMM_WORLD
+    with pytest.raises(ConfigError, match=r"comm='Intracomm'.*Pass mesh\.ep"):
+        make(wrong, 4, 2)
+    for called in ("over", "tp"):
+        with pytest.raises(ConfigError, match=f"{called}='Intracomm'"):
+            make(comm, 4, 2, **{called: wrong})
     if comm.size > 1:
         with pytest.raises(ConfigError, match=r"over\.ranks"):
             make(comm, 4, 2, over=alone)

@@ -53,6 +53,7 @@ from mpipar.parallel.experts.routing import (
     within_capacity_by_index,
 )
 from mpipar.parallel.replicated import copy_to, reduce_from
+from mpipar.parallel.wrapped import require_communicator
 
 AXIS = "ep"
 ACTIVATIONS = ("gelu", "swiglu")
@@ -126,6 +127,12 @@ class MoE(Module):
 
         Raises ConfigError for settings that cannot be: k above experts, say.
         """
+        for called, group, fix in (
+            ("comm", comm, "Pass mesh.ep"),
+            ("over", over or comm, 'Pass mesh.group("dp", "cp")'),
+            ("tp", tp or comm, "Pass mesh.tp"),
+        ):
+            require_communicator(group, called, fix)
         over = over or comm
         _check(dim, hidden, experts, k, capacity, capacity_factor, activation, shared, comm, over)
         for scale in (std, down_std):
