@@ -35,7 +35,7 @@ class Config:
     """Write {"verdict": ..., "machine": ..., "checks": [...]} with all measured facts here."""
     report: Annotated[Path | None, arg(metavar="PATH")] = None
     """Put the reports of a job that got stuck, which are in this folder, side by side."""
-    pid: int | None = None
+    pid: Annotated[int | None, arg(metavar="INT")] = None
     """Say which rank a process is or was: a launcher may name only its number."""
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpipar import models
+from mpipar.cli import main as main_module
 from mpipar.cli.main import main
 from mpipar.errors import ConfigError
 from mpipar.models.config import ModelConfig
@@ -337,8 +338,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_mistakes_are_one_line(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(main_module, "_many_ranks", lambda: False)  # also under mpiexec
     assert main(["plan", *flags]) == 2
     said = capsys.readouterr().err
     assert words in said
