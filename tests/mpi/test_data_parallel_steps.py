@@ -20,6 +20,7 @@ def comm(
 ) -> Iterator[mp.Communicator]:
     """A group whose ranks share buckets, or do not."""
     monkeypatch.setenv("MPIPAR_WINDOWS", request.param)
+    Fuse.blown = False
     with mp.Communicator(raw, timeout=30.0) as made:
         yield made
 
@@ -147,9 +148,7 @@ def test_a_backward_of_something_else_changes_nothing(comm: mp.Communicator) -> 
 
 
 @pytest.mark.parametrize("who", ["all", "first", "last"])
-def test_after_a_backward_that_raised(
-    comm: mp.Communicator, who: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_backward_that_raised(comm: mp.Communicator, who: str) -> None:
     """All ranks get an error, keep what they had, and can go on."""
     p, r = comm.size, comm.rank
     blown = {"all": True, "first": r == 0, "last": r == p - 1}[who]
@@ -159,14 +158,14 @@ def test_after_a_backward_that_raised(
             if before is None:
                 net.zero_grad()
             loss = net(batch(r, step))
-            monkeypatch.setattr(Fuse, "blown", blown)
+            Fuse.blown = blown
             begun = time.monotonic()
             with pytest.raises(ZeroDivisionError if blown else StateError) as caught:
                 loss.backward()
             assert time.monotonic() - begun < 20
             if not blown:
                 assert f"rank {0 if who == 'first' else p - 1}" in str(caught.value)
-            monkeypatch.setattr(Fuse, "blown", False)
+            Fuse.blown = False
             same(net, before or [None] * 5)
             net(batch(r, step)).backward()
             same(net, total(before or [None] * 5, of_all(p, "mean", step)))
@@ -234,9 +233,7 @@ def unequal_steps(net: Any, steps: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["between", "forward", "backward"])
-def test_an_error_that_leaves_the_join_block_is_told(
-    comm: mp.Communicator, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_leaves_the_join_block_is_told(comm: mp.Communicator, where: str) -> None:
     """Others that are in a step, or wait for the end, raise within seconds; then all go on."""
     p, r = comm.size, comm.rank
     begun = time.monotonic()
@@ -246,7 +243,7 @@ def test_an_error_that_leaves_the_join_block_is_told(
         net(batch(r, 0)).backward()
         with pytest.raises(ZeroDivisionError if r == p - 1 else StateError):
             unequal_steps(net, 3 if r or p == 1 else 1, where if r == p - 1 else "")
-        monkeypatch.setattr(Fuse, "blown", False)
+        Fuse.blown = False
         net.zero_grad()
         net(batch(r, 7)).backward()
         same(net, of_all(p, "mean", 7))
