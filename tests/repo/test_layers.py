@@ -50,7 +50,7 @@ ALLOWED = {
 KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "doctor", "plan", "cli"}
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
 # in parallel/: its other modules use these freely, and of each other only what users see
-FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh"}
+FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh", "wrapped"}
 NEVER = {"torch", "pickle", "tests"}
 
 FILES = python_files("mpipar", "kernels")
