@@ -6,13 +6,14 @@
     rank 0   w2 w1 -> start 0      w0 -> start 1     sync: wait for 0, 1
     rank 1   w1    w0   w2 -> start 0, start 1       sync: wait for 0, 1
 
-There is no thread and nobody is asked whether a bucket may start.  All ranks start the buckets in
+There is no thread and nobody is asked whether a bucket may start. All ranks start the buckets in
 ONE order: a rank starts bucket k, by posting its messages, once it has all of k and has started
-those before it.  No message of an all-reduce completes the sum before every rank has started it, so
-that a bucket is reduced once every rank has submitted all of it.  `sync` starts the rest in
-that order, with zeros for what this rank did not use; one more small all-reduce (a byte a
-parameter) finds out what nobody used, and whether a rank could not end its step: then all raise.  The messages have a communicator of their own, because ranks
-start buckets at different places among their other collectives.
+those before it. No message of an all-reduce completes the sum before every rank has started it, so
+that a bucket is reduced once every rank has submitted all of it. `sync` starts the rest in that
+order, with zeros for what this rank did not use; one more small all-reduce (a byte a parameter)
+finds out what nobody used, and whether a rank could not end its step: then all raise. The messages
+have a communicator of their own, because ranks start buckets at different places among their other
+collectives.
 
 What is in flight is advanced by the pump of the autograd tape, between the nodes of backward, and
 by every `submit`.  On one node no message travels: buckets lie in memory that the ranks share, each
@@ -25,7 +26,6 @@ The first step's buckets follow the order of registration, later ones the order 
 gradients arrive.  Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,24 +37,20 @@ from mpipar.autograd import Tensor, add_pump
 from mpipar.comm import buckets, waiting
 from mpipar.comm.slots import Slots, name_of
 from mpipar.errors import (
-    CollectiveTimeoutError,
     ConfigError,
-    DestroyedError,
     MismatchError,
-    MpiparError,
-    PeerError,
     StateError,
     explain,
 )
 from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.failed_steps import LOST, FailedSteps
 from mpipar.parallel.wrapped import require_communicator
 
-LOST = (CollectiveTimeoutError, PeerError, DestroyedError)  # nobody may be there to be told
 NAMED = 254  # ranks up to this one are named when they fail
 DIRECT_RANKS = 32  # groups up to this size, inside a node, use the direct all-reduce
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(FailedSteps):
     """Reduces the gradients of parameters over the ranks of `comm`; see the module.
 
         with mp.GradientSynchronizer(comm) as synchronizer:
@@ -118,8 +114,6 @@ class GradientSynchronizer:
         self._left = False  # a rank has left the counted block by an error
         self._pump: Any = None
 
-    # -- life ------------------------------------------------------------------------------------
-
     def start(self) -> "GradientSynchronizer":
         """Collective: make the communicator of the buckets; a second call does nothing.
 
@@ -165,8 +159,6 @@ class GradientSynchronizer:
             self.close()
         else:  # the other ranks may never come to free it
             self._reset()
-
-    # -- what users call -------------------------------------------------------------------------
 
     def register(self, params: Any, uses: int = 1) -> None:
         """Say which parameters will be submitted, on every rank the same in the same order.
@@ -226,33 +218,6 @@ class GradientSynchronizer:
         """
         return self._end_step(failed=False)
 
-    def fail(self, error: Exception) -> None:
-        """Collective: end a step for which this rank has no gradients, because of `error`.
-
-        The others, for whom it is their `sync`, raise StateError; then the next step can begin.
-        After an error that says that others may be gone, nobody is told, and none can.
-        """
-        if self._link is None or not self._started:
-            self._reset()
-        elif isinstance(error, LOST):
-            self._give_up(error)
-        else:
-            with contextlib.suppress(MpiparError):
-                self._end_step(failed=True)
-
-    def leave(self, error: Exception) -> None:
-        """Collective: this rank leaves a counted block because of `error`: the others raise."""
-        if self._left or self._broken or self._link is None:
-            return  # they know, or cannot be told
-        if isinstance(error, LOST):
-            self._give_up(error)
-            return
-        if self._running:
-            self.fail(error)
-        with contextlib.suppress(MpiparError):
-            if (self.count(-1) > 0).any():
-                self._end_step(failed=True)
-
     def device_of(self, param: Any) -> str:
         """Return where the gradient of `param` is reduced: "cpu" or "cuda"."""
         return buckets.Item.like(self._slots.find(param).param.data).device
@@ -270,30 +235,6 @@ class GradientSynchronizer:
                 raise StateError(explain("param", name_of(param), rule, "Call sync() first"))
             return slot.view.copy()
         return None if param.grad is None else param.grad.copy()
-
-    # -- for whole models ------------------------------------------------------------------------
-
-    def count(self, steps: int) -> np.ndarray:
-        """Collective: begin a counted step to which this rank adds `steps` gradients; 0 is none.
-
-        Returns the numbers of all ranks.  If they are all 0, nothing has begun.  -1: it leaves by
-        an error.
-
-        Raises StateError on every rank if one does and no other has a step.
-        """
-        self._begin(steps)
-        counts = self._wait_for_counts()
-        if not (counts > 0).any():
-            self._reset()
-            self._check_who_left()
-        return counts
-
-    def begin_counting(self) -> None:
-        """Let each step begin by counting who takes part, until `counted` is unset."""
-        self.counted, self._left = True, False
-        self.counts = np.full(self.comm.size, self.steps)
-
-    # -- a step ----------------------------------------------------------------------------------
 
     def _begin(self, steps: int | None = None) -> None:
         if not self._started:
@@ -341,19 +282,6 @@ class GradientSynchronizer:
         finally:
             self._reset()
         return bool(used[:-1].any())
-
-    def _give_up(self, error: Exception) -> None:
-        """Begin no more steps: messages of this one may still be under way."""
-        self._reset()
-        self._broken = f"{type(error).__name__}: {error}"
-
-    def _check_who_left(self) -> None:
-        """Raise StateError if ranks have left the counted block by an error."""
-        gone = np.flatnonzero(self.counts < 0).tolist()
-        if gone:
-            self._left = True
-            rule = f"ranks {gone} of communicator {self.comm.name!r} left the block by an error"
-            raise StateError(explain("join", "a step", rule, "See the error there"))
 
     def _advance(self) -> None:
         """Advance what is in flight, and start what may start."""
@@ -425,8 +353,6 @@ class GradientSynchronizer:
             group = self._link.process_group
             self.comm.process_group.seconds += group.seconds
             group.seconds = 0.0
-
-    # -- the buckets -----------------------------------------------------------------------------
 
     def _ask(self) -> None:
         """Ask whether all ranks have registered the same."""
