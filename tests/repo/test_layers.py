@@ -51,6 +51,7 @@ KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "doctor", "plan"
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
 # in parallel/: its other modules use these freely, and of each other only what users see
 FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh", "wrapped"}
+FOUNDATION |= {"accumulation", "failed_steps", "set_aside"}  # of data_parallel and synchronizer
 NEVER = {"torch", "pickle", "tests"}
 
 FILES = python_files("mpipar", "kernels")
