@@ -58,8 +58,7 @@ class Record:
 
     @handle.setter
     def handle(self, handle: Any) -> None:
-        weak = handle is None or isinstance(handle, weakref.ref)
-        self._handle = handle if weak else weakref.ref(handle)
+        self._handle = None if handle is None else weakref.ref(handle)
 
     @property
     def place(self) -> str:

@@ -38,7 +38,7 @@ from mpipar.parallel.accumulation import Accumulation
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.set_aside import SetAside
 from mpipar.parallel.synchronizer import GradientSynchronizer
-from mpipar.parallel.wrapped import require_communicator, require_unwrapped
+from mpipar.parallel.wrapped import Wrapper, require_communicator, require_unwrapped
 
 
 class _Replicas(threading.local):
@@ -51,7 +51,7 @@ class _Replicas(threading.local):
 _replicas = _Replicas()
 
 
-class DataParallel(Accumulation):
+class DataParallel(Accumulation, Wrapper):
     """A module that every rank of `comm` holds, fed with another part of the batch on each.
 
         model = mp.DataParallel(model, mesh.dp)
@@ -185,31 +185,12 @@ class DataParallel(Accumulation):
             fix = "On every rank, destroy() the wrapper and wrap the module again"
             raise StateError(explain("parameters", names, rule, fix))
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what the module has under this name."""
-        if name.startswith("__") or name == "module":
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-    def __dir__(self) -> list[str]:
-        """Return the names of this class and of the module."""
-        return sorted({*super().__dir__(), *dir(self.module)})
-
     def __repr__(self) -> str:
         """Return the settings and the module."""
         how = f"{self.comm!r}, op={self._synchronizer.op!r}"
         if self.accumulation_steps > 1:
             how += f", accumulation_steps={self.accumulation_steps}"
         return f"{type(self).__name__}({how},\n{indent(repr(self.module), '  ')}\n)"
-
-    def train(self, mode: bool = True) -> "DataParallel":
-        """Set `training` in the module; returns self."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> "DataParallel":
-        """Unset `training` in the module; returns self."""
-        return self.train(False)
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -1,10 +1,38 @@
-"""What is checked of a communicator and a module before a message is sent: on every rank alike."""
+"""What DataParallel and FSDP have in common: they look like their module, and check what they get.
 
-from typing import Any
+The checks are of a communicator and a module, before a message is sent: on every rank alike.
+"""
+
+from typing import Any, Self
 
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.module import Module
 from mpipar.parallel.communicator import Communicator
+
+
+class Wrapper:
+    """A class that has the names of the `module` it keeps, besides its own."""
+
+    module: Any
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has under this name."""
+        if name.startswith("__") or name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of this class and of the module."""
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def train(self, mode: bool = True) -> Self:
+        """Set `training` in the module; returns self."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Unset `training` in the module; returns self."""
+        return self.train(False)
 
 
 def require_communicator(

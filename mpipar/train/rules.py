@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpipar.errors import ConfigError, explain
 from mpipar.models.config import default_hidden
+from mpipar.parallel.context.layout import ulysses_degree
 from mpipar.train import memory, outputs
 
 if TYPE_CHECKING:
@@ -215,11 +216,6 @@ def _memory(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     )
     name = max(usual, key=share)
     yield name, have is None or need <= have, rule, f"Pass a smaller --{flag(name)}"
-
-
-def ulysses_degree(cp: int) -> int:
-    """Return how many of cp ranks the hybrid layout joins by heads: about the square root."""
-    return max(d for d in divisors(cp) if d * d <= cp)
 
 
 def flag(name: str) -> str:

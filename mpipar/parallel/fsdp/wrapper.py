@@ -37,10 +37,10 @@ from mpipar.parallel.fsdp.memory import Memory, give_back_freed, measure
 from mpipar.parallel.fsdp.reducer import Reducer
 from mpipar.parallel.fsdp.unit import Cut, Named, Unit
 from mpipar.parallel.fsdp.watch import Watch
-from mpipar.parallel.wrapped import require_communicator, require_unwrapped
+from mpipar.parallel.wrapped import Wrapper, require_communicator, require_unwrapped
 
 
-class FSDP:
+class FSDP(Wrapper):
     """A module that the ranks of `comm` share out, fed with another part of the batch on each.
 
         model = mp.FSDP(model, mesh.dp, mp.FsdpConfig("FULL_SHARD"))
@@ -208,29 +208,10 @@ class FSDP:
         """Run the module."""
         return self.module(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what the module has under this name."""
-        if name.startswith("__") or name == "module":
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-    def __dir__(self) -> list[str]:
-        """Return the names of this class and of the module."""
-        return sorted({*super().__dir__(), *dir(self.module)})
-
     def __repr__(self) -> str:
         """Return the settings and the module."""
         how = f"{self.comm!r}, {self.config.sharding_strategy}, op={self.op!r}"
         return f"{type(self).__name__}({how},\n{indent(repr(self.module), '  ')}\n)"
-
-    def train(self, mode: bool = True) -> "FSDP":
-        """Set `training` in the module; returns self."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> "FSDP":
-        """Unset `training` in the module; returns self."""
-        return self.train(False)
 
     # -- parameters and gradients ----------------------------------------------------------------
 
