@@ -1,7 +1,7 @@
 """o = sum_b exp(L_b - L) o_b,  L = log sum_b exp L_b: attention over blocks of keys, put together.
 
 A block b of the keys alone gives a query the output o_b and the log-sum-exp L_b of its scores
-(kernels/attention.py).  The outputs of all blocks, weighted by their share of the sum of
+(kernels/attention).  The outputs of all blocks, weighted by their share of the sum of
 exponentials, are the output over all keys (Milakov and Gimelshein, 2018; Dao, 2023, section 2.3).
 Blocks are merged one by one, in any order.  A block of which a query sees nothing has L_b = -inf.
 

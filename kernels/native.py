@@ -39,7 +39,7 @@ Ints = Annotated[np.ndarray, "int64"]
 
 SWITCH = "MPIPAR_NUMBA"
 MODULES = (  # of kernels/, with loops
-    "adamw", "cross_entropy", "embedding", "gelu", "layer_norm", "masked_exp", "rms_norm",
+    "adamw", "attention.loops", "cross_entropy", "embedding", "gelu", "layer_norm", "rms_norm",
     "silu", "softmax",
 )  # fmt: skip
 SECONDS = 300  # the compiler may take
@@ -54,7 +54,8 @@ class Loop:
     def __init__(self, python: Callable[..., None]) -> None:
         """Take a function of Floats, Ints, int and float, all of them annotated."""
         self.python = python
-        self.name = f"{python.__module__.split('.')[-1]}_{python.__name__}"
+        module = python.__module__.removeprefix("mpipar.kernels.").replace(".", "_")
+        self.name = f"{module}_{python.__name__}"
         self.kinds = [p.annotation for p in inspect.signature(python).parameters.values()]
         self._code: Any = None
 
@@ -137,7 +138,7 @@ def _key(version: str) -> str:
         parts += [line for line in cpu if line.startswith(("model name", "flags", "Features"))]
     digest = hashlib.sha256("\n".join(parts).encode())
     for name in names:
-        digest.update((here / f"{name}.py").read_bytes())
+        digest.update((here / f"{name.replace('.', '/')}.py").read_bytes())
     return digest.hexdigest()[:20]
 
 

@@ -1,4 +1,4 @@
-"""Attention as an operation; its arithmetic and its tiles are in kernels/attention.py."""
+"""Attention as an operation; its arithmetic and its tiles are in kernels/attention."""
 
 import math
 from typing import Any

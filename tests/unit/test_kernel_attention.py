@@ -10,7 +10,7 @@ from mpipar import arrays
 from mpipar.autograd import Tensor, gradcheck
 from mpipar.autograd import functional as F
 from mpipar.kernels import attention
-from mpipar.kernels.attention import Mask
+from mpipar.kernels.attention import Mask, tiles
 
 RNG = np.random.default_rng(5)
 
@@ -158,8 +158,8 @@ def test_blocks_of_keys_make_the_whole(blocks: int) -> None:
 def test_the_full_matrix_of_scores_never_exists() -> None:
     """The scratch of one tile does not grow with the number of queries."""
     q, k, _ = draw(1, 1024, 256, 2, 2, 4)
-    tile = q[:, : attention.TILE]
-    assert attention._space(q, k) == attention._space(tile, k) == 2 * attention.TILE * 256
+    tile = q[:, : tiles.TILE]
+    assert tiles.space_for(q, k) == tiles.space_for(tile, k) == 2 * tiles.TILE * 256
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

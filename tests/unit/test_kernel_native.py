@@ -18,13 +18,13 @@ from mpipar.kernels import (
     embedding,
     gelu,
     layer_norm,
-    masked_exp,
     native,
     native_math,
     rms_norm,
     silu,
     softmax,
 )
+from mpipar.kernels.attention import loops as masked
 from tests.launch import run
 
 RNG = np.random.default_rng(5)
@@ -223,13 +223,13 @@ def test_a_rank_loads_no_compiler() -> None:
 )
 def test_masked_exponentials(tile: int, by_all: int, ahead: int) -> None:
     s, ds, head = normal(2 * tile, 9), normal(2 * tile, 9), normal(2 * tile)
-    expected = masked_exp.reference(s, tile, by_all, ahead)
+    expected = masked.reference(s, tile, by_all, ahead)
     p, total = s.copy(), np.empty(2 * tile, np.float32)
-    masked_exp.forward_loop(p, total, 2 * tile, 9, tile, by_all, ahead)
+    masked.forward_loop(p, total, 2 * tile, 9, tile, by_all, ahead)
     assert np.allclose(p, expected, rtol=1e-6)
     assert np.allclose(total, expected.sum(1), rtol=1e-6)
     p, product = s.copy(), ds.copy()
-    masked_exp.backward_loop(p, product, head, 2 * tile, 9, tile, by_all, ahead)
+    masked.backward_loop(p, product, head, 2 * tile, 9, tile, by_all, ahead)
     assert np.allclose(p, expected * np.exp(-head)[:, None], rtol=2e-6)
     assert np.allclose(product, p * ds)
 
