@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from mpipar.errors import (
     BufferMismatchError,
@@ -20,6 +21,9 @@ from mpipar.errors import (
     MpiparError,
 )
 from mpipar.train.config import TrainConfig as Config
+
+if TYPE_CHECKING:
+    from mpipar.train.signals import Signals
 
 __all__ = ["ALONE", "Config", "run"]
 
@@ -31,6 +35,14 @@ HEAD_START = 0.5  # seconds for one process to speak, where the others cannot be
 
 def run(config: Config) -> int:
     """Collective: train as `config` says; return the exit code, the same on every rank."""
+    from mpipar.train.signals import Signals
+
+    with Signals() as signals:
+        return _run(config, signals)
+
+
+def _run(config: Config, signals: "Signals") -> int:
+    """Train; a signal that comes from now on ends the run in order."""
     from mpipar.train import launch
 
     if trouble := launch.start():
@@ -53,7 +65,7 @@ def run(config: Config) -> int:
         reports += [display(config)]
     try:
         with closing(Several(reports)) as report:
-            train(config, world, report)
+            train(config, world, report, signals)
     except MpiparError as error:
         if is_of_all_ranks(error):
             return fail(str(error), world.rank == 0, world.Barrier)

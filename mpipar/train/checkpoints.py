@@ -9,6 +9,7 @@ bit for bit, on another one to rounding.
 """
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ class Checkpoints:
         self.config, self.mesh = config, mesh
         self.tree = {"model": held.saved, "optimizer": optimizer}
         self.saving: Saving | None = None
+        self.newest: Path | None = None  # the latest complete one
+        self._step = -1  # of the one begun last
 
     def resume(self) -> int:
         """Collective: load the checkpoint to go on from, if there is one; return its step, or 0.
@@ -56,23 +59,39 @@ class Checkpoints:
         if self.saving is not None and self._is_written():
             self._complete()
         if step == config.steps or (config.save_every and step % config.save_every == 0):
-            state = {"step": step, "model": asdict(config.model_config())}
-            tree = {**self.tree, "state": state}
-            how: dict[str, Any] = {"step": step, "keep": config.keep, "async_op": True}
-            try:
-                self.saving = checkpoint.save(config.save, tree, self.mesh, **how)
-            except MpiparError as error:
-                raise mark(error) from None
+            self._begin(step)
+
+    def stop(self, step: int) -> Path | None:
+        """Collective: leave a complete checkpoint of this step; return where, if any are saved."""
+        if self.config.save is not None and self._step != step:
+            self._begin(step)
+        self.finish()
+        return self.newest
 
     def finish(self) -> None:
         """Collective: complete the checkpoint that is being written."""
         if self.saving is not None:
             self._complete()
 
+    def _begin(self, step: int) -> None:
+        """Collective: begin a checkpoint, when the one before is complete."""
+        self.finish()
+        config = self.config
+        assert config.save is not None
+        state = {"step": step, "model": asdict(config.model_config())}
+        how: dict[str, Any] = {"step": step, "keep": config.keep, "async_op": True}
+        try:
+            self.saving = checkpoint.save(
+                config.save, {**self.tree, "state": state}, self.mesh, **how
+            )
+        except MpiparError as error:
+            raise mark(error) from None
+        self._step = step
+
     def _complete(self) -> None:
         assert self.saving is not None
         try:
-            self.saving.wait()
+            self.newest = self.saving.wait()
         except MpiparError as error:
             raise mark(error) from None
         finally:

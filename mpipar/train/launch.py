@@ -77,8 +77,13 @@ def start(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def first_of_job(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether the launcher numbers this process 0, whatever MPI thinks of it."""
+    return rank_of_job(environ) == 0
+
+
+def rank_of_job(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number that the launcher gives this process; 0 if there is none."""
     numbers = [_number(environ, variable) for variable in RANK_VARIABLES]
-    return next((number for number in numbers if number is not None), 0) == 0
+    return next((number for number in numbers if number is not None), 0)
 
 
 def has_peers(environ: Mapping[str, str] = os.environ) -> bool:

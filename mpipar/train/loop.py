@@ -17,7 +17,7 @@ Which sequences, weights and dropout masks there are depends on seed, step and g
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,15 +39,22 @@ from mpipar.train.held import Held, hold
 from mpipar.train.peak import matmul_rate
 from mpipar.train.report import Facts, Guarded, Report, Row
 from mpipar.train.sample import sample
+from mpipar.train.signals import Signals, name_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = None) -> list[Row]:
+def train(
+    config: TrainConfig,
+    world: "MPI.Intracomm",
+    report: Report | None = None,
+    signals: Signals | None = None,
+) -> list[Row]:
     """Collective: train on all ranks of `world` and return the lines of the log, on every rank.
 
-    `report` is told of everything as it happens; pass one on rank 0 only.
+    `report` is told of everything as it happens; pass one on rank 0 only.  `signals` on any rank
+    may ask for a stop: the run then saves, if it does, and returns early.
 
     Raises on every rank together: ConfigError for settings or data that cannot work, MismatchError
     if the ranks have different ones, NonFiniteError for a loss or gradient that is NaN or infinite.
@@ -70,10 +77,12 @@ def train(config: TrainConfig, world: "MPI.Intracomm", report: Report | None = N
     options["check"] = config.check_collectives
     sizes = config.pp, config.dp, config.cp, config.tp, config.ep
     with Mesh(world, *sizes, **options) as mesh:
-        return fit(config, mesh, corpus, guarded)
+        return fit(config, mesh, corpus, guarded, signals or Signals())
 
 
-def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> list[Row]:
+def fit(
+    config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded, signals: Signals
+) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
     held = hold(config, mesh)
     decay = config.weight_decay
@@ -86,34 +95,51 @@ def fit(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded) -> lis
     facts = measure(config, mesh, corpus, held, first)
     report.begin(facts)
     rows: list[Row] = []
-    for step in range(first, config.steps + 1):
+    step, asked = first - 1, signals.agree(mesh.world)
+    while step < config.steps and not asked:
+        step += 1
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), clock.seconds()
         parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
-        loss, norm, tokens = train_step(
-            step, parts, held, optimizer, mesh, config.clip, report.failure
-        )
-        speed = tokens / (time.perf_counter() - start)
+        taken = train_step(step, parts, held, optimizer, mesh, config.clip, report.failure, signals)
+        speed, asked = taken.tokens / (time.perf_counter() - start), taken.asked
         row: Row = {
             "step": step,
-            "loss": loss,
+            "loss": taken.loss,
             "lr": optimizer.lr,
-            "grad_norm": norm,
+            "grad_norm": taken.norm,
             "tokens_per_s": speed,
             "mfu": speed * facts.flops_per_token / facts.peak,
             "comm_s": clock.seconds() - waited,
         }
         rows.append(row)
         report.step(row)
-        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            rows.append({"step": step, "val_loss": evaluate(held, batches, config)})
-            report.validation(rows[-1])
+        due = step == config.steps or (config.eval_every and step % config.eval_every == 0)
+        if due and not asked:
+            value, asked = evaluate(held, batches, config, mesh, signals)
+            if not asked:
+                rows.append({"step": step, "val_loss": value})
+                report.validation(rows[-1])
         checkpoints.after(step)
-    checkpoints.finish()
-    report.end(sample(held, corpus, config, mesh))
+    if asked:
+        saved = checkpoints.stop(step)
+        where = None if saved is None else str(saved)
+        report.stopped({"step": step, "stopped": name_of(asked), "saved": where})
+    else:
+        checkpoints.finish()
+        report.end(sample(held, corpus, config, mesh))
     require_told(report.failure, mesh)
     held.destroy()
     return rows
+
+
+class Taken(NamedTuple):
+    """What came of a step, the same on every rank."""
+
+    loss: float  # the mean of the global batch
+    norm: float  # of its gradient, before clipping
+    tokens: int  # that count
+    asked: int  # the number of a signal that asks for a stop, or 0
 
 
 def train_step(
@@ -124,22 +150,23 @@ def train_step(
     mesh: Mesh,
     clip: float,
     failure: str = "",
-) -> tuple[float, float, int]:
+    signals: Signals | None = None,
+) -> Taken:
     """Take one step over this rank's micro-batches.
 
-    Returns the mean loss of the global batch, the norm of its gradient before clipping, and its
-    number of valid tokens.  Raises NonFiniteError on every rank if either is NaN or infinite, and
-    ConfigError if `failure`, what went wrong with this rank's report, is not empty on any.
+    signals: what may ask this rank for a stop.  Raises NonFiniteError on every rank if loss or norm
+    is NaN or infinite, and ConfigError if `failure`, what went wrong with this rank's report, is
+    not empty on any.
     """
     tokens = count_tokens(parts, held)
     optimizer.zero_grad()
-    with np.errstate(over="ignore", invalid="ignore"):  # require_finite is the judge
+    with np.errstate(over="ignore", invalid="ignore"):  # see judge
         terms = [held.learn(rows, step, tokens, rows is parts[-1]) for rows in parts]
         loss = float(held.data.all_reduce(np.array([sum(terms)]))[0])
         norm = clip_grad_norm(held.parameters(), None, mesh)
-    require_finite(step, loss, norm, mesh, failure)
+    asked = judge(step, loss, norm, mesh, failure, signals.asked if signals else 0)
     optimizer.step(clip_factor(norm, clip) if clip else 1.0)
-    return loss, norm, tokens
+    return Taken(loss, norm, tokens, asked)
 
 
 def count_tokens(parts: Sequence[Rows], held: Held) -> int:
@@ -148,19 +175,21 @@ def count_tokens(parts: Sequence[Rows], held: Held) -> int:
     return int(held.data.all_reduce(np.array([mine], np.int64))[0])
 
 
-def require_finite(step: int, loss: float, norm: float, mesh: Mesh, failure: str = "") -> None:
-    """Raise NonFiniteError on every rank if the loss or the norm is not finite on any.
+def judge(step: int, loss: float, norm: float, mesh: Mesh, failure: str, asked: int) -> int:
+    """Collective: let all ranks know what any has seen; return the signal that came, or 0.
 
-    Raises ConfigError on every rank if `failure` is not empty on any.
+    Raises NonFiniteError on every rank if the loss or the norm is not finite on any, and
+    ConfigError if `failure` is not empty on any.
     """
-    bad = np.array([not math.isfinite(loss), not math.isfinite(norm), failure != ""], np.int32)
-    bad = mesh.world.all_reduce(bad, op="max")
-    if bad[2]:
+    seen = [not math.isfinite(loss), not math.isfinite(norm), failure != "", asked]
+    bad_loss, bad_norm, failed, asked = mesh.world.all_reduce(np.array(seen, np.int32), op="max")
+    if failed:
         require_told(failure, mesh)
-    if bad.any():
-        name, value = ("loss", loss) if bad[0] else ("grad_norm", norm)
+    if bad_loss or bad_norm:
+        name, value = ("loss", loss) if bad_loss else ("grad_norm", norm)
         fix = "Try a lower --lr, a longer --warmup, or --clip 1"
         raise mark(NonFiniteError(explain(name, value, f"it is not finite in step {step}", fix)))
+    return int(asked)
 
 
 def require_told(failure: str, mesh: Mesh) -> None:
@@ -173,15 +202,22 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return cosine(step - 1, config.steps, config.lr, config.warmup_steps, config.lowest_lr)
 
 
-def evaluate(held: Held, batches: Batches, config: TrainConfig) -> float:
-    """Return the mean loss over the held-out sequences, the same on every rank."""
+def evaluate(
+    held: Held, batches: Batches, config: TrainConfig, mesh: Mesh, signals: Signals
+) -> tuple[float, int]:
+    """Collective: return the mean loss over the held-out sequences, and 0.
+
+    Or, after a signal, that of some of them, and its number.
+    """
     held.eval()
-    sums = np.zeros(2)
+    sums, asked = np.zeros(2), 0
     for rows in batches.held_out(config.eval_batches):
         sums += np.array([held.loss(rows), np.count_nonzero(rows.targets != IGNORE)])
+        if asked := signals.agree(mesh.world):
+            break
     held.train()
     loss_sum, count = held.data.all_reduce(sums)
-    return float(loss_sum / count)
+    return float(loss_sum / count), asked
 
 
 def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: int) -> Facts:

@@ -81,6 +81,15 @@ class Display(Report):
         """Print the loss on held-out data."""
         self.say(f"step {int(row['step'])}: validation loss {row['val_loss']:.4f}")
 
+    def stopped(self, row: Row) -> None:
+        """Say why the run ends, and how it goes on."""
+        self.close()
+        saved = "nothing was saved, as there is no --save"
+        if row["saved"] is not None:
+            saved = f"saved in {row['saved']}, goes on with --resume {self.config.save}"
+        when = f"after step {row['step']}/{self.config.steps}"
+        self.say(f"stopped by {row['stopped']} {when}: {saved}")
+
     def end(self, sample: str) -> None:
         """Print what the model writes and where the files are."""
         self.close()

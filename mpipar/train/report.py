@@ -8,12 +8,14 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
+
+import numpy as np
 
 from mpipar.errors import ConfigError, explain
 from mpipar.train.data import Corpus
 
-Row = dict[str, float]  # a line of the log, by name
+Row = dict[str, Any]  # a line of the log, by name
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Report:
 
     def validation(self, row: Row) -> None:
         """Hear of a measured validation loss."""
+
+    def stopped(self, row: Row) -> None:
+        """Hear that a signal ends the run after a step: {"step", "stopped", "saved"}."""
 
     def end(self, sample: str) -> None:
         """Hear that the last step is done, and what the model writes."""
@@ -81,6 +86,11 @@ class Several(Report):
         for report in self.reports:
             report.validation(row)
 
+    def stopped(self, row: Row) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.stopped(row)
+
     def end(self, sample: str) -> None:
         """Tell all."""
         for report in self.reports:
@@ -115,6 +125,10 @@ class Guarded(Report):
     def validation(self, row: Row) -> None:
         """Tell it."""
         self._try(lambda: self.report.validation(row))
+
+    def stopped(self, row: Row) -> None:
+        """Tell it."""
+        self._try(lambda: self.report.stopped(row))
 
     def end(self, sample: str) -> None:
         """Tell it."""
@@ -193,6 +207,10 @@ class JsonLog(Report):
         """Write a line."""
         self.step(row)
 
+    def stopped(self, row: Row) -> None:
+        """Write a line."""
+        self.step(row)
+
     def close(self) -> None:
         """Close the file."""
         if self.file is not None:
@@ -217,6 +235,10 @@ class Plot(Report):
         """Keep a point of the validation curve."""
         self.losses["val_loss"].append((row["step"], row["val_loss"]))
 
+    def stopped(self, row: Row) -> None:
+        """Write the image."""
+        self.end("")
+
     def end(self, sample: str) -> None:
         """Write the image."""
         from matplotlib.figure import Figure
@@ -226,8 +248,8 @@ class Plot(Report):
         axes = figure.subplots()
         labels = {"loss": "training", "val_loss": "held out"}
         for name, style in (("loss", "-"), ("val_loss", "o")):
-            steps, losses = zip(*self.losses[name], strict=True)
-            axes.plot(steps, losses, style, label=labels[name])
+            points = np.array(self.losses[name], np.float64).reshape(-1, 2)  # (step, loss)
+            axes.plot(*points.T, style, label=labels[name])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats a token)")

@@ -104,7 +104,7 @@ def one_step(comm: MPI.Intracomm, cuts: list[slice]) -> tuple[float, float, int,
         numbers = train_step(1, parts, held, optimizer, mesh, clip=0.0)
         gradients = [np.array(param.grad) for param in held.parameters()]
         held.destroy()
-        return *numbers, gradients
+        return numbers.loss, numbers.norm, numbers.tokens, gradients
 
 
 def test_micro_batches_of_different_token_counts(world: MPI.Intracomm) -> None:
