@@ -19,7 +19,7 @@ from mpipar.parallel.mesh import AXES
 from mpipar.rng import key
 
 DIRECT_RANKS = 32  # groups up to this size, inside a node, use the algorithms of fewest rounds
-ROUND_BYTES = 1 << 19  # received in one of their rounds; there is memory for two rounds
+ROUND_BYTES = 1 << 18  # received in one of their rounds; there is memory for two rounds
 LEAST_SEGMENT = 1 << 15
 
 
