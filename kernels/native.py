@@ -25,13 +25,14 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
 from mpipar.errors import ConfigError, explain
+from mpipar.kernels.cache import cache_folder, locked
 
 # types of a loop's arguments: contiguous arrays, which the loop sees flat
 Floats = Annotated[np.ndarray, "float32"]
@@ -113,19 +114,14 @@ def _library() -> Callable[[str], Any] | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     name = f"loops-{_key(version)}"
-    cache = _cache()
+    cache = cache_folder()
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{name}.lock"):
+        with locked(cache / f"{name}.lock"):
             found = _find(cache, name) or _compile(cache, name)
         return _load(found)
     with tempfile.TemporaryDirectory() as folder:  # the cache cannot be written
         return _load(_compile(Path(folder), name))
-
-
-def _cache() -> Path:
-    """Return the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "mpipar"
 
 
 def _key(version: str) -> str:
@@ -140,17 +136,6 @@ def _key(version: str) -> str:
     for name in names:
         digest.update((here / f"{name.replace('.', '/')}.py").read_bytes())
     return digest.hexdigest()[:20]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between the processes of a machine, where the file system has them."""
-    with path.open("w") as file:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _find(folder: Path, name: str) -> Path | None:

@@ -25,6 +25,7 @@ from mpipar.kernels import (
     softmax,
 )
 from mpipar.kernels.attention import loops as masked
+from mpipar.kernels.cache import cache_folder
 from tests.launch import run
 
 RNG = np.random.default_rng(5)
@@ -188,7 +189,7 @@ def test_without_a_linker(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The file is compiled in a folder that is deleted once it is loaded."""
     name = f"loops-{native._key(metadata.version('numba'))}"
-    done = native._find(native._cache(), name)
+    done = native._find(cache_folder(), name)
     assert done is not None
     folders = []
 

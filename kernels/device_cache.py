@@ -1,0 +1,95 @@
+"""Where compiled CUDA kernels lie: one file a version, in a folder of the user's cache.
+
+The folder's name holds what the machine code depends on: the architecture, the sources of all
+kernels, Numba's version.  Another process compiles (kernels/device_build.py), a module of kernels
+at a time, when one of them is first needed, or all of them by `compile_cuda`.
+"""
+
+import concurrent.futures
+import functools
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mpipar.errors import ConfigError, explain
+from mpipar.kernels.cache import cache_folder, locked
+
+SECONDS = 600  # the compiler may take for a module
+HERE = Path(__file__).parent
+
+
+def modules() -> tuple[str, ...]:
+    """Return the names of all modules of kernels/ that have CUDA kernels, by their sources."""
+    found = (
+        ".".join(file.relative_to(HERE).with_suffix("").parts)
+        for file in sorted(HERE.rglob("*.py"))
+        if "\n@kernel(" in file.read_text()
+    )
+    return tuple(found)
+
+
+def compiled(module: str, capability: str, label: str) -> Path:
+    """Return the file of a version: a cubin, or PTX where there is no assembler.
+
+    `capability` is the device's, such as "90".  Raises ConfigError if the compiler fails.
+    """
+    folder = _folder(capability)
+    found = _file(folder, label)
+    if found is None:
+        with locked(folder / f"{module}.lock"):
+            if _file(folder, label) is None:
+                _compile(module, capability, folder)
+        found = _file(folder, label)
+    if found is None:
+        rule = f"it is not among the kernels of {module} for compute capability {capability}"
+        raise ConfigError(explain("kernel", label, rule, "Choose another kernel for this GPU"))
+    return found
+
+
+def compile_cuda(capability: str) -> None:
+    """Compile all kernels for a device, several modules at a time, where that was not done yet."""
+    folder = _folder(capability)
+
+    def one(module: str) -> None:
+        with locked(folder / f"{module}.lock"):
+            if not (folder / f"{module}.done").exists():
+                _compile(module, capability, folder)
+
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(one, modules()))
+
+
+def _compile(module: str, capability: str, folder: Path) -> None:
+    """Compile the kernels of a module into `folder`, in another process."""
+    package = Path(sys.modules["mpipar"].__path__[0]).parent
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "mpipar.kernels.device_build", module, capability, str(folder)],
+        capture_output=True, text=True, timeout=SECONDS, env=os.environ | {"PYTHONPATH": path},
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        rule = f"Numba could not compile the kernels of {module}: {done.stderr[-500:]}"
+        fix = 'Install the extra cuda12 or cuda13, as the driver is: pip install ".[cuda13]"'
+        raise ConfigError(explain("device", "cuda", rule, fix))
+    (folder / f"{module}.done").touch()
+
+
+def _file(folder: Path, label: str) -> Path | None:
+    files = (folder / f"{label}{suffix}" for suffix in (".cubin", ".ptx"))
+    return next((file for file in files if file.exists()), None)
+
+
+@functools.cache
+def _folder(capability: str) -> Path:
+    """Return the folder for a device, made if it was not there."""
+    parts = [sys.version, importlib.metadata.version("numba-cuda")]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for file in sorted(HERE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    folder = cache_folder() / f"cuda-sm{capability}-{digest.hexdigest()[:20]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,101 @@
+"""Single instructions of the GPU that Numba has no name for, written in PTX, NVIDIA's assembly.
+
+Source: PTX ISA, section 9.  An Instruction is a function that kernels call.  In the simulator a
+Python function takes its place; an address is then (array, index).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpipar.kernels.device import Deferred, simulated
+
+
+class Instruction(Deferred):
+    """An instruction: its PTX, LLVM's constraints, the types of its results and arguments.
+
+    `gives` and `takes` list NumPy's names of types; several results come as a tuple.  `memory` says
+    that it reads or writes memory, so that the compiler keeps its place among others that do.
+    """
+
+    def __init__(
+        self, python: Callable[..., Any], text: str, constraints: str, gives: str, takes: str,
+        memory: bool,
+    ) -> None:  # fmt: skip
+        self.python, self.text, self.memory = python, text, memory
+        self.constraints = constraints + (",~{memory}" if memory else "")
+        self.gives, self.takes = gives.split(), takes.split()
+        self._made: Any = None
+
+    def resolve(self) -> Any:
+        """Return Numba's intrinsic; in the simulator the Python function."""
+        if simulated():
+            return self.python
+        if self._made is None:
+            from mpipar.kernels.ptx_build import intrinsic
+
+            self._made = intrinsic(self)
+        return self._made
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it as Python."""
+        return self.python(*arguments)
+
+
+def instruction(
+    text: str, constraints: str, *, gives: str = "", takes: str = "", memory: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
+    """Make an Instruction; the decorated function is what the simulator runs (a decorator)."""
+    return lambda python: Instruction(python, text, constraints, gives, takes, memory)
+
+
+class Address(Deferred):
+    """The address of an array's element: 64 bits, or 32 bits in shared memory."""
+
+    def __init__(self, shared: bool) -> None:
+        self.shared = shared
+        self._made: Any = None
+
+    def resolve(self) -> Any:
+        """Return Numba's intrinsic; in the simulator a pair."""
+        if simulated():
+            return lambda array, index: (array, int(index))
+        if self._made is None:
+            from mpipar.kernels.ptx_build import address_of
+
+            self._made = address_of(self.shared)
+        return self._made
+
+    def __call__(self, array: Any, index: Any) -> Any:
+        """Return the pair."""
+        return (array, int(index))
+
+
+address: Any = Address(shared=False)
+shared_address: Any = Address(shared=True)
+
+
+def _words(place: tuple[Any, int], count: int) -> Any:
+    """Return `count` 32-bit words at an address of the simulator, as a view."""
+    array, index = place
+    step = 4 // array.dtype.itemsize if array.dtype.itemsize < 4 else 1
+    return array.reshape(-1)[index : index + count * step].view(np.uint32)
+
+
+@instruction(
+    "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l",
+    gives="uint32 uint32 uint32 uint32", takes="uint64", memory=True,
+)  # fmt: skip
+def load4(place: Any) -> tuple[Any, ...]:
+    """Read 16 bytes of global memory, at an address that is a multiple of 16."""
+    return tuple(_words(place, 4))
+
+
+@instruction(
+    "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r",
+    takes="uint64 uint32 uint32 uint32 uint32", memory=True,
+)  # fmt: skip
+def store4(place: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Write 16 bytes of global memory, at an address that is a multiple of 16."""
+    _words(place, 4)[:] = (a, b, c, d)

@@ -1,0 +1,64 @@
+"""What kernels/ptx.py stands for, in Numba's compiler: intrinsics that emit PTX."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic as numba_intrinsic
+
+from mpipar.kernels.ptx import Instruction
+
+LLVM = {
+    "float16": ir.HalfType(), "float32": ir.FloatType(), "float64": ir.DoubleType(),
+    "int32": ir.IntType(32), "uint32": ir.IntType(32), "uint16": ir.IntType(16),
+    "int64": ir.IntType(64), "uint64": ir.IntType(64),
+}  # fmt: skip
+
+
+def intrinsic(one: Instruction) -> Any:
+    """Return a function that kernels call, which emits one instruction."""
+    gives = [getattr(types, name) for name in one.gives]
+    takes = [getattr(types, name) for name in one.takes]
+    plain = [LLVM[name] for name in one.gives]
+    result = types.void if not gives else gives[0] if len(gives) == 1 else types.Tuple(gives)
+    signature = result(*takes)
+
+    def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        gets = ir.VoidType() if not plain else plain[0]
+        gets = gets if len(plain) < 2 else ir.LiteralStructType(plain)
+        shape = ir.FunctionType(gets, [LLVM[name] for name in one.takes])
+        effect = one.memory or not plain
+        code = ir.InlineAsm(shape, one.text, one.constraints, side_effect=effect)
+        value = builder.call(code, arguments)
+        if not plain:
+            return context.get_dummy_value()
+        if len(plain) == 1:
+            return value
+        parts = [builder.extract_value(value, n) for n in range(len(plain))]
+        return context.make_tuple(builder, result, parts)
+
+    names = ", ".join(f"a{n}" for n in range(len(takes)))
+    space: dict[str, Any] = {"signature": signature, "emit": emit}
+    exec(f"def typed(context, {names}): return signature, emit", space)  # one name an argument
+    return numba_intrinsic(space["typed"])
+
+
+def address_of(shared: bool) -> Any:
+    """Return a function from an array and an index to the element's address."""
+
+    def typed(_: Any, array: Any, index: Any) -> Any:
+        signature = (types.uint32 if shared else types.uint64)(array, index)
+
+        def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            data = context.make_array(array)(context, builder, arguments[0]).data
+            place = builder.gep(data, [arguments[1]])
+            number = builder.ptrtoint(place, ir.IntType(64))
+            if not shared:
+                return number
+            text = "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
+            shape = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
+            return builder.call(ir.InlineAsm(shape, text, "=r,l"), [number])
+
+        return signature, emit
+
+    return numba_intrinsic(typed)
