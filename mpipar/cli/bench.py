@@ -5,6 +5,7 @@ mpiexec -n 4 mpipar bench collectives --tune
 mpiexec -n 2 mpipar bench collectives --algorithms window --peer torch
 mpiexec -n 2 mpipar bench train --peer torch --json train.json
 mpiexec -n 2 mpipar bench pipeline --microbatches 8
+mpipar bench kernels --json kernels.json
 mpipar bench overhead
 """
 
@@ -75,14 +76,34 @@ class Pipeline:
     """Write {"machine": ..., "rows": [...]} here."""
 
 
-Config = Collectives | Train | Pipeline | Overhead
-ALONE = (Overhead,)
+@dataclass(frozen=True)
+class Kernels:
+    """Time the kernels, one thread, beside the least time that this machine could take.
+
+    floor: the largest of bytes over the rate of a copy, operations over the best rate of a product,
+    and exponentials over the rate of exp. ratio: time over floor.
+    """
+
+    names: tuple[str, ...] = ()
+    """Kernels to time; all if none is named."""
+    seconds: float = 0.3
+    """For each kernel."""
+    json: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Write {"machine": ..., "rows": [...]} here."""
+
+
+Config = Collectives | Train | Pipeline | Kernels | Overhead
+ALONE = (Kernels, Overhead)
 
 
 def run(config: Config) -> int:
     """Run one benchmark; returns the exit code."""
     if isinstance(config, Overhead):
         return _overhead(config)
+    if isinstance(config, Kernels):
+        from mpipar.cli import kernels
+
+        return kernels.run(config.names, config.seconds, config.json)
     if isinstance(config, Pipeline):
         return _on_all_ranks(config, lambda world: _pipeline(config, world))
     if isinstance(config, Train):

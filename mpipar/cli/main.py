@@ -94,7 +94,10 @@ def _leave(code: int, arguments: list[str], unsaid: io.StringIO) -> int:
 
     Where the launcher started others that wait for this one in MPI, that is the end of the job.
     """
-    alone = arguments[:1] in (["schedule"], ["plan"]) or "overhead" in arguments[:2]
+    alone = arguments[:1] in (["schedule"], ["plan"]) or arguments[1:2] in (
+        ["overhead"],
+        ["kernels"],
+    )
     if not launch.has_peers() or alone:
         return code
     if launch.start() is not None:  # not one job: nobody waits

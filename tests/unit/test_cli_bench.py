@@ -1,11 +1,13 @@
 """`mpipar bench`: what cannot be measured or written is one line, before anything is measured."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpipar.bench.kernel_cases import Case, cases
 from mpipar.cli.bench import Collectives, check
 from mpipar.errors import ConfigError
 from tests.launch import launch, run
@@ -67,3 +69,27 @@ def test_overhead_checks_its_file_first() -> None:
     result = run([sys.executable, *BENCH, "overhead", "--json", "/nowhere/y"], timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert "json='/nowhere/y'" in result.stderr
+
+
+def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
+    flags = ["--names", "gelu", "attention", "--seconds", "0.01", "--json", tmp_path / "x.json"]
+    done = run([sys.executable, *BENCH, "kernels", *flags], timeout=60)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [(row["kernel"], row["device"], row["dtype"]) for row in rows] == [
+        ("gelu", "cpu", "float32"), ("attention", "cpu", "float32"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["median_s"] / row["floor_s"])
+        assert row["kernel"] in done.stdout
+    assert rows[1]["bound"] == "operations"
+    done = run([sys.executable, *BENCH, "kernels", "--names", "nosuch"], timeout=60)
+    assert done.returncode == 2
+    assert "names='nosuch'" in done.stderr
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.kernel)
+def test_what_a_kernel_is_timed_with(case: Case) -> None:
+    inputs = case.arrays()
+    assert sum(x.nbytes for x in inputs) <= case.bytes or case.kernel.startswith("attention")
+    assert case.call(*inputs) is not False
