@@ -24,12 +24,6 @@ def everyone(comm: mp.Communicator, *shape: int, dtype: Any = np.float64) -> lis
     return [data(rank, *shape, dtype=dtype) for rank in range(comm.size)]
 
 
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Any:
-    with mp.Communicator(raw) as made:
-        yield made
-
-
 @pytest.mark.parametrize("algorithm", ["auto", *group.algorithms("all_reduce")])
 def test_all_reduce(comm: mp.Communicator, algorithm: str) -> None:
     for n in SIZES:

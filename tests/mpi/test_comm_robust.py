@@ -14,12 +14,6 @@ import mpipar as mp
 from mpipar.comm import waiting
 
 
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Any:
-    with mp.Communicator(raw) as made:
-        yield made
-
-
 def test_a_dropped_send_handle_keeps_its_memory(comm: mp.Communicator) -> None:
     n = 5000
     x = np.arange(2.0 * n)

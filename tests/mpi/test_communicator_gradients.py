@@ -16,12 +16,6 @@ from mpipar.partition import blocks
 Map = Callable[[mp.Communicator, Any], Any]
 
 
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Any:
-    with mp.Communicator(raw) as made:
-        yield made
-
-
 def shape(comm: mp.Communicator) -> tuple[int, ...]:
     """Uneven along dim 0."""
     return (comm.rank % 3 + 1, 7, 2)

@@ -1,7 +1,6 @@
 """Context-parallel attention against the dense one: outputs, gradients, messages, memory."""
 
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +21,6 @@ from mpipar.parallel.context.layout import context_positions
 
 HEADS = ((4, 4), (8, 2), (7, 7), (12, 3), (4, 1))  # query heads, kv heads
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
 
 
 class Case(NamedTuple):

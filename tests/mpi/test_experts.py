@@ -25,12 +25,6 @@ EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
 @pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
-
-
-@pytest.fixture
 def alone() -> Iterator[Communicator]:
     with Communicator(MPI.COMM_SELF) as made:
         yield made

@@ -1,6 +1,5 @@
 """FSDP: what lies where, what is sent when, 16 bits, and what goes wrong."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,37 +11,7 @@ from mpipar.errors import ConfigError, MismatchError, StateError
 from mpipar.models.config import ModelConfig
 from mpipar.parallel.fsdp import NothingToOffloadWarning, config
 from mpipar.parallel.inject import factories
-from mpipar.partition import block
-
-SIZES: dict[str, Any] = {"vocab": 37, "layers": 4, "dim": 16, "heads": 4, "seq": 8}
-ROWS = 12
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
-    with mp.Communicator(raw, name="dp") as made:
-        yield made
-
-
-def model(dtype: str = "float64", **make: Any) -> Any:
-    return mp.models.build(ModelConfig(model="gpt2", dtype=dtype, **SIZES), **make)
-
-
-def tokens(step: int = 0) -> np.ndarray:
-    return np.random.default_rng(step).integers(0, 37, (ROWS, 9))
-
-
-def backward(net: Any, comm: mp.Communicator, step: int = 0, scale: float = 1.0) -> float:
-    """Leave the gradients of the mean over the batch; return this rank's loss."""
-    rows = block(ROWS, comm.size, comm.rank)
-    loss, count = net.loss(tokens(step)[rows, :-1], tokens(step)[rows, 1:])
-    (loss * (scale / (ROWS * 8))).backward()
-    return loss.item() / count
-
-
-def full(strategy: str = "FULL_SHARD", **more: Any) -> mp.FsdpConfig:
-    return mp.FsdpConfig(sharding_strategy=strategy, **{"min_param_size": 20, **more})
-
+from tests.mpi.helpers import SIZES, backward, full, model, tokens
 
 # -- memory ----------------------------------------------------------------------------------------
 

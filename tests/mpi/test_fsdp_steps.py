@@ -1,6 +1,5 @@
 """FSDP: after steps of AdamW the weights are those of one process with the whole batch."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -16,12 +15,6 @@ from mpipar.partition import block
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD", "HYBRID_SHARD")
 ROWS, STEPS = 12, 5
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
-    with mp.Communicator(raw, name="dp") as made:
-        yield made
 
 
 def config(strategy: str, comm: mp.Communicator, **more: Any) -> mp.FsdpConfig:

@@ -1,6 +1,6 @@
 """Tensor-parallel layers whose messages travel beside their products: the same numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,10 @@ from mpipar.parallel.mesh import Mesh
 from mpipar.parallel.sequence import SequenceShards
 from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from mpipar.parallel.vocab import VocabParallelEmbedding
+from tests.mpi.helpers import draw
 
 DIM, HIDDEN = 12, 24
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
-
-
-def draw(*shape: int, seed: int = 3) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def pair(

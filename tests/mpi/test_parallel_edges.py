@@ -1,6 +1,6 @@
 """Arguments that parallel layers, meshes and losses must refuse, on every rank and by name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipar.autograd import Tape, Tensor
+from mpipar.autograd import Tensor
 from mpipar.errors import BufferMismatchError, ConfigError, DtypeMismatchError
 from mpipar.parallel.clip import clip_grad_norm
 from mpipar.parallel.communicator import Communicator
@@ -17,12 +17,6 @@ from mpipar.parallel.mesh import Mesh
 from mpipar.parallel.replicated import gather_from, scatter_to
 from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from mpipar.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from mpipar import arrays, partition
-from mpipar.autograd import Tape, Tensor
+from mpipar.autograd import Tensor
 from mpipar.errors import ConfigError
 from mpipar.nn import Linear, Parameter, Partial, Spec
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
@@ -16,18 +16,9 @@ from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.data import sum_gradients
 from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
+from tests.mpi.helpers import draw
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
-
-
-def draw(*shape: int, seed: int = 3) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 # ---- token_mean

@@ -8,16 +8,15 @@ count on every rank.  x -> A x, y the gradient of the output:
     by rank -> by rank         sum over ranks on both sides
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from mpipar import partition
-from mpipar.autograd import Tape, Tensor
+from mpipar.autograd import Tensor
 from mpipar.errors import ConfigError
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.replicated import (
@@ -31,12 +30,6 @@ from mpipar.parallel.replicated import (
 )
 
 LENGTHS = (1, 7, 8, 9)
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
 
 
 def draw(*shape: int, rank: int | None = None) -> np.ndarray:

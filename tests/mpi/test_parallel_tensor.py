@@ -1,16 +1,15 @@
 """Column- and row-parallel layers against the dense layers of the same seed."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from mpipar.autograd import Tape, Tensor, recompute
+from mpipar.autograd import Tensor, recompute
 from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError
 from mpipar.nn import Linear, Module, init
@@ -22,19 +21,10 @@ from mpipar.parallel.tensor import (
     TensorParallel,
     require_divisible,
 )
+from tests.mpi.helpers import draw
 
 DIM, HIDDEN, ROWS = 12, 24, 5  # 12 and 24 divide over 1, 2, 3 and 4 ranks
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
-
-
-def draw(*shape: int, seed: int = 3) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 class Two(Module):

@@ -1,33 +1,22 @@
 """Embedding and cross-entropy over a spread vocabulary, against the whole one and plain NumPy."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from mpipar import arrays, partition
-from mpipar.autograd import Tape, Tensor
+from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
 from mpipar.errors import BufferMismatchError, ConfigError
 from mpipar.nn import Embedding
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tests.mpi.helpers import draw
 
 VOCABS = (1, 3, 8, 10, 257)  # fewer than ranks, even, uneven
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 IGNORED = -100
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
-
-
-def draw(*shape: int, seed: int = 3) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def some_ids(vocab: int, *shape: int) -> np.ndarray:

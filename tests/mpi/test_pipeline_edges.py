@@ -1,6 +1,5 @@
 """Pipelines with what users may pass: files, several inputs, 16 bits, and what cannot work."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ from mpipar.schedule import draw
 from mpipar.schedule.pipeline import make, simulate, to_csv
 
 X = np.random.default_rng(0).normal(size=(8, 4))
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw, timeout=60.0) as made:
-        yield made
 
 
 def layer(number: int, dtype: str = "float64") -> nn.Linear:

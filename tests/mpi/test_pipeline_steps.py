@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
-from mpi4py import MPI
 
 from mpipar import nn, rng
 from mpipar.autograd import Tensor, no_grad
@@ -15,12 +13,6 @@ from mpipar.parallel.pipeline import Pipeline
 from mpipar.schedule.pipeline import make, peak_live, pipelines
 
 WIDTH = 6
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw, timeout=60.0) as made:
-        yield made
 
 
 class Layer(nn.Module):

@@ -1,6 +1,5 @@
 """PowerSGD against the paper's algorithm in float64, on any number of ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,6 @@ from mpipar.errors import BufferMismatchError, ConfigError, DtypeMismatchError, 
 
 SHAPES = [(24, 16), (16,), (), (0,), (5, 6, 4), (30, 3), (1, 9), (4, 0, 2)]
 ALL = {"min_compression_rate": 0.0}  # compress every matrix
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
-    with mp.Communicator(raw) as made:
-        yield made
 
 
 def parameters(shapes: Any = SHAPES, dtype: str = "float64") -> list[Any]:

@@ -1,7 +1,6 @@
 """Layers on blocks of the sequence, against dense ones: norms, column and row layers, tables."""
 
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,25 +8,16 @@ import pytest
 from mpi4py import MPI
 
 from mpipar import partition
-from mpipar.autograd import Tape, Tensor, no_grad
+from mpipar.autograd import Tensor, no_grad
 from mpipar.errors import ConfigError, StateError
 from mpipar.nn import LayerNorm, Linear, RMSNorm
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards, share
 from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from mpipar.parallel.vocab import VocabParallelEmbedding
+from tests.mpi.helpers import draw
 
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[Communicator]:
-    with Communicator(raw) as made, Tape():
-        yield made
-
-
-def draw(*shape: int, seed: int = 3) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (2, 7, 12), (2, 3, 2, 12)])

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,6 @@ from mpipar.errors import ConfigError
 
 STEPS = ["ready", "add", "across", "reduced", "done", "forward", "read"]
 TINY = 2**-12  # of a bucket, in 2^20 bytes: 64 numbers
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
-    with mp.Communicator(raw) as made:
-        yield made
 
 
 class Net(mp.nn.Module):

@@ -36,17 +36,7 @@ TINY = TrainConfig(
     balance=0.1,
 )
 SINGLE: dict[str, Any] = {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "sequence_parallel": False}
-SINGLE |= {"schedule": "1f1b", "microbatches": None, "recompute": False}
-
-
-@pytest.fixture
-def text(shared_path: Path, world: MPI.Intracomm) -> str:
-    """A short text that all ranks read."""
-    path = shared_path / "text.txt"
-    if world.rank == 0:
-        path.write_text("".join(f"{n} of {n} is {n % 7}\n" for n in range(200)))
-    world.barrier()
-    return str(path)
+SINGLE |= {"schedule": None, "microbatches": None, "recompute": False}
 
 
 def equal_to_one_rank(world: MPI.Intracomm, config: TrainConfig, **alone: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,10 +69,8 @@ def configured(case: Case) -> TrainConfig:
     more: Case = {"heads": heads}
     if case["model"] == "llama":
         more |= {"kv_heads": heads // 2 if case["tp"] < 3 else heads, "hidden": 36}
-    if case["experts"] and case["pp"] == 1:  # in a pipeline it is that of each micro-batch
-        more["balance"] = 0.1
-    else:
-        more["balance"] = 0.0
+    if case["experts"]:  # in a pipeline it is that of each micro-batch
+        more["balance"] = 0.1 if case["pp"] == 1 else 0.0
     if case["pp"] == 4 and case.get("schedule") in ("interleaved", "zbv"):
         more["layers"] = 8
     return replace(TINY, **case, **more)
@@ -127,21 +124,11 @@ def covering(all_cases: list[Case], together: int) -> list[Case]:
     return chosen
 
 
-@pytest.fixture
-def text(shared_path: Path, world: MPI.Intracomm) -> str:
-    """A short text that all ranks read."""
-    path = shared_path / "text.txt"
-    if world.rank == 0:
-        path.write_text("".join(f"{n} and {n} are {n + n}\n" for n in range(300)))
-    world.barrier()
-    return str(path)
-
-
 def run(world: MPI.Intracomm, chosen: list[Case], text: str) -> None:
     """Train every case, and one process for each kind of model; compare."""
     neutral = {"pp": 1, "cp": 1, "tp": 1, "sequence_parallel": False, "fsdp": "none"}
     neutral |= {"ep": 1, "recompute": False, "overlap": False, "cp_layout": None}
-    neutral |= {"schedule": "1f1b", "microbatches": None}
+    neutral |= {"schedule": None, "microbatches": None}
     configs = [replace(configured(case), data=text) for case in chosen]
     kinds = list(dict.fromkeys(replace(config, **neutral) for config in configs))
     mine = {kind: train(kind, MPI.COMM_SELF) for kind in kinds[world.rank :: world.size]}

@@ -25,16 +25,6 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 EXACT = ("step", "loss", "lr", "grad_norm", "val_loss")
 
 
-@pytest.fixture
-def text(shared_path: Path, world: MPI.Intracomm) -> str:
-    """A short text that all ranks read."""
-    path = shared_path / "text.txt"
-    if world.rank == 0:
-        path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(200)))
-    world.barrier()
-    return str(path)
-
-
 def told(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: row[name] for name in EXACT if name in row} for row in rows]
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,12 +13,6 @@ from mpipar.comm import shared_memory, window_memory, window_reduction
 from mpipar.comm.waiting import progress
 
 STEPS = ["release", "ready", "add", "across", "reduced", "done", "fill", "read"]
-
-
-@pytest.fixture
-def comm(raw: MPI.Intracomm) -> Iterator[mp.Communicator]:
-    with mp.Communicator(raw) as made:
-        yield made
 
 
 @pytest.mark.parametrize("layout", ["", "0,0,1,1"], ids=["one", "two"])
