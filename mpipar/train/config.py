@@ -43,8 +43,8 @@ class TrainConfig:
     cp_layout: Literal["contiguous", "zigzag", "ulysses", "hybrid"] | None = None
     """How a sequence lies on the context-parallel ranks, and what travels: keys and values round a
     ring (contiguous, zigzag), heads (ulysses), or both (hybrid); zigzag if not given."""
-    schedule: str = "1f1b"
-    """Of the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv, or a CSV file."""
+    schedule: Annotated[str | None, arg(metavar="NAME")] = None
+    """Of the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv, or a CSV file; 1f1b if not given."""
     chunks: Count = None
     """Stages on each pipeline rank; 2 for interleaved if not given."""
     microbatches: Count = None
@@ -103,10 +103,10 @@ class TrainConfig:
     clip: float = 1.0
     """Norm that gradients are clipped to; 0 for no clipping."""
 
-    balance: float = 0.01
-    """What each block's balance loss, 1 where experts are used evenly, counts in what is minimised;
-    the loss shown is the cross-entropy alone. It is that of each micro-batch, weighed by tokens,
-    so how many micro-batches there are changes the numbers a little."""
+    balance: Number = None
+    """What each block's balance loss, 1 where experts are used evenly, counts in what is minimised,
+    0.01 if not given; the loss shown is the cross-entropy alone. It is that of each micro-batch,
+    weighed by tokens, so how many micro-batches there are changes the numbers a little."""
     capacity_factor: Number = None
     """Most tokens of a micro-batch that an expert takes in training, over its even share of them;
     later ones skip it. All are taken if not given."""
@@ -159,6 +159,16 @@ class TrainConfig:
         return self.cp_layout or "zigzag"
 
     @property
+    def order(self) -> str:
+        """The schedule of the pipeline."""
+        return self.schedule or "1f1b"
+
+    @property
+    def balance_weight(self) -> float:
+        """What the balance loss counts."""
+        return 0.01 if self.balance is None else self.balance
+
+    @property
     def chosen(self) -> int:
         """Experts that a token uses."""
         return min(2, self.experts or 2) if self.top_k is None else self.top_k
@@ -198,7 +208,7 @@ class TrainConfig:
     def stages(self, dp: int) -> int:
         """Return the number of stages that the pipeline's schedule has."""
         m = self.through_pipeline(dp)
-        return pipeline.resolve(self.schedule, self.pp, m, self.chunks).stages
+        return pipeline.resolve(self.order, self.pp, m, self.chunks).stages
 
     def model_config(self) -> ModelConfig:
         """Return the part of the settings that defines the model."""

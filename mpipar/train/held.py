@@ -68,7 +68,7 @@ class Held:
         self.config, self.fsdp = config.model_config(), config.fsdp
         self.data: Communicator = mesh.group("dp", "cp")
         self.attention = Attention(attention_over(mesh, config.layout))
-        self.balance = config.balance
+        self.balance = config.balance_weight
         self.same_experts = mesh.group("edp") if config.ep > 1 else None
         how: dict[str, Any] = {"capacity_factor": config.capacity_factor}
         how |= {"sequence_parallel": config.sequence_parallel, "overlap": config.overlap}
@@ -212,7 +212,7 @@ class Staged(Held):
             return self.wrapped(self.parts[-1])
 
         how: dict[str, Any] = {"microbatches": self.microbatches, "chunks": config.chunks}
-        self.pipeline = self.saved = Pipeline(stage, mesh.pp, config.schedule, **how)
+        self.pipeline = self.saved = Pipeline(stage, mesh.pp, config.order, **how)
         flops = sum(part.flops_per_token(config.seq) for part in self.parts)
         specs = [param.spec for part in self.parts for param in part.parameters()]
         sizes = {spec.name: math.prod(spec.shape) for spec in specs}

@@ -246,7 +246,7 @@ def layout(config: TrainConfig, mesh: Mesh) -> str:
     micro = f"{parts} micro-batch{'es' * (parts > 1)}"
     chosen = {
         f"fsdp {config.fsdp}": config.fsdp != "none",
-        f"schedule {config.schedule} of {micro}": config.pp > 1,
+        f"schedule {config.order} of {micro}": config.pp > 1,
         micro: config.pp == 1 and parts > 1,
         f"cp layout {config.layout}": config.cp > 1,
         "sequence-parallel": config.sequence_parallel,

@@ -159,7 +159,7 @@ def _context(config: "TrainConfig", dp: int) -> Iterator[Rule]:
 def _experts(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     experts, ep, plane = config.experts, config.ep, dp * config.cp
     if not experts:
-        usual = {"ep": 1, "top_k": None, "shared": 0, "capacity_factor": None}
+        usual = {"ep": 1, "top_k": None, "shared": 0, "balance": None, "capacity_factor": None}
         for name, value in usual.items():
             good = getattr(config, name) == value
             yield name, good, "only experts have it", "Leave it out, or pass --experts 8"
@@ -187,7 +187,7 @@ def _batch(config: "TrainConfig", dp: int) -> Iterator[Rule]:
 def _pipeline(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     if config.pp == 1:
         rule = "only a pipeline has them"
-        for name in ("chunks", "microbatches"):
+        for name in ("schedule", "chunks", "microbatches"):
             yield name, getattr(config, name) is None, rule, "Leave it out, or pass --pp 2"
         return
     m, smallest = config.through_pipeline(dp), config.batch // dp
