@@ -1,0 +1,1 @@
+"""Tests of the batch scripts on a small Slurm of their own."""
