@@ -54,15 +54,16 @@ class Head:
     nbytes: int
 
 
-def lay_out(tensors: Iterable[Place]) -> Head:
+def lay_out(tensors: Iterable[Place], made_for: str = "mpipar") -> Head:
     """Return the head of a file with these tensors; raises ConfigError for a dtype it cannot hold.
 
-    Starts are counted from the beginning of the file.
+    Starts are counted from the beginning of the file.  made_for: what readers find as its format;
+    transformers wants "pt".
     """
     if sys.byteorder != "little":
         rule = "safetensors files are little-endian"
         raise ConfigError(explain("sys.byteorder", sys.byteorder, rule, "Save elsewhere"))
-    table: dict[str, Any] = {"__metadata__": {"format": "mpipar"}}
+    table: dict[str, Any] = {"__metadata__": {"format": made_for}}
     at = 0
     ordered = sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name))
     for one in ordered:

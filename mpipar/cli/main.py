@@ -24,6 +24,8 @@ COMMANDS = {
     "bench": "measure collectives, training and overheads on this machine",
     "doctor": "check the machine and the job, or explain why one got stuck",
     "schedule": "show, verify and simulate collective algorithms and pipelines",
+    "generate": "let a trained model go on with a text",
+    "convert": "Hugging Face folders of weights to checkpoints, and back",
     "plan": "which meshes a model fits on: memory, communication and time of a step",
 }
 HEAD_START = 0.5  # seconds for rank 0 to speak, before the launcher sees that another has ended
@@ -94,7 +96,7 @@ def _leave(code: int, arguments: list[str], unsaid: io.StringIO) -> int:
 
     Where the launcher started others that wait for this one in MPI, that is the end of the job.
     """
-    alone = arguments[:1] in (["schedule"], ["plan"]) or arguments[1:2] in (
+    alone = arguments[:1] in (["schedule"], ["plan"], ["convert"]) or arguments[1:2] in (
         ["overhead"],
         ["kernels"],
     )

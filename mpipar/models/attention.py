@@ -8,6 +8,8 @@ rotary=True q and k are turned by their global positions first (Su et al., RoFor
 Where the column layer returns a part of the features, H and K are this rank's numbers of heads.
 """
 
+from typing import Protocol
+
 import numpy as np
 
 from mpipar.autograd import Tensor
@@ -16,6 +18,13 @@ from mpipar.errors import ConfigError, explain
 from mpipar.models.config import ModelConfig
 from mpipar.models.factories import Factories
 from mpipar.nn.module import Module
+
+
+class Kept(Protocol):
+    """What keeps the keys and values of tokens: see `cache`."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Keep those of the next tokens; return all, and how many tokens were before."""
 
 
 class SelfAttention(Module):
@@ -28,6 +37,7 @@ class SelfAttention(Module):
         self.config = config
         self.rotary = rotary
         self.attention = make.attention
+        self.kept: Kept | None = None  # in generation: keys and values of the tokens before
         width, shared = config.dim, config.kv_heads * config.head_dim
         parts = (width, shared, shared)
         self.qkv = make.column(config, (width, sum(parts)), f"{name}.qkv", bias=bias, parts=parts)
@@ -42,7 +52,11 @@ class SelfAttention(Module):
         if self.rotary:
             q = F.rotary(q, positions, self.config.rotary_base)
             k = F.rotary(k, positions, self.config.rotary_base)
-        out = self.attention(q, k, v)  # (B, S, H, D)
+        if self.kept is None:
+            out = self.attention(q, k, v)  # (B, S, H, D)
+        else:
+            k, v, before = self.kept.extend(k, v)
+            out = F.attention(q, k, v, causal=True, q_offset=before)
         return self.projection(out.reshape(*out.shape[:2], -1))
 
     def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,7 +48,8 @@ def build(
     `logits(x)` are (B, S, num), or this rank's part of num.
     attention(q, k, v): causal, [B, S, heads, head_dim] of this rank's heads -> the shape of q.
     cross_entropy(logits, targets, reduction): of those logits; targets of -100 do not count.
-    norm(kind, dim, *, name, dtype): a layer (..., dim) -> (..., dim); kind: LayerNorm or RMSNorm.
+    norm(kind, dim, *, eps, name, dtype): a layer (..., dim) -> (..., dim); kind: LayerNorm or
+    RMSNorm.
     shard(x, dim): the part of x that lies between row and column layers; length(x): S of such a
     part.  Without sequence parallelism, x and x.shape[1].
     experts(dim, hidden, experts, k, *, activation, shared, seed, name, std, down_std, dtype): a

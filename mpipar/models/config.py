@@ -36,6 +36,7 @@ class ModelConfig:
     seed: int = 0
     dtype: str = "float32"
     rotary_base: float = 10000.0
+    norm_eps: float = 1e-5  # added to the variance, or the mean square, before the root
 
     def __post_init__(self) -> None:
         """Fill in what depends on other sizes; raise ConfigError for what cannot be built."""
@@ -57,6 +58,11 @@ class ModelConfig:
         if not isinstance(self.dropout, Real) or not 0.0 <= self.dropout < 1.0:
             rule = "it must be at least 0 and below 1"
             raise ConfigError(explain("dropout", self.dropout, rule, "Choose such a number"))
+        for name in ("rotary_base", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0.0 < value < np.inf:
+                rule = "it must be a number above 0"
+                raise ConfigError(explain(name, value, rule, "Choose such a number"))
 
     @property
     def head_dim(self) -> int:

@@ -61,7 +61,7 @@ class NormFactory(Protocol):
     """Makes a layer (..., dim) -> (..., dim) of a kind."""
 
     def __call__(
-        self, kind: type[LayerNorm | RMSNorm], dim: int, *, name: str, dtype: str
+        self, kind: type[LayerNorm | RMSNorm], dim: int, *, eps: float, name: str, dtype: str
     ) -> Module:
         """Return the layer, for whole sequences or the part of them that lies between layers."""
 
@@ -123,9 +123,11 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.attention(q, k, v, causal=True)
 
 
-def dense_norm(kind: type[LayerNorm | RMSNorm], dim: int, *, name: str, dtype: str) -> Module:
+def dense_norm(
+    kind: type[LayerNorm | RMSNorm], dim: int, *, eps: float, name: str, dtype: str
+) -> Module:
     """Return a norm of the kind."""
-    return kind(dim, name=name, dtype=dtype)
+    return kind(dim, eps, name=name, dtype=dtype)
 
 
 def no_experts(*_: Any, **__: Any) -> Module:
@@ -183,6 +185,11 @@ class Factories:
         how: dict[str, Any] = {"activation": config.activation, "shared": config.shared}
         how |= {"down_std": config.residual_std, **_settings(config, name, STD)}
         return self.experts(*sizes, **how)
+
+    def normal(self, config: ModelConfig, kind: type[LayerNorm | RMSNorm], name: str) -> Module:
+        """Return a norm of the residual stream."""
+        how: dict[str, Any] = {"name": name, "dtype": config.dtype}
+        return self.norm(kind, config.dim, eps=config.norm_eps, **how)
 
     def table(self, config: ModelConfig, name: str) -> Any:
         """Return an embedding of the vocabulary."""

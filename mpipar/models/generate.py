@@ -1,9 +1,11 @@
 """Continue a sequence token by token, each drawn from what the model predicts.
 
-Without a cache of keys and values: every token costs one forward pass over the context.
+`cached` keeps keys and values of the tokens so far, and reads each once; else every token costs a
+forward pass over the context.  The numbers are the same.  Once the context is full it moves on by a
+token at a time, all positions change, and nothing that was kept is right any more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ from mpipar import rng
 from mpipar.arrays import Array
 from mpipar.autograd import Tensor, no_grad
 from mpipar.errors import ConfigError, NonFiniteError, explain
+from mpipar.models.cache import remembering
 from mpipar.models.config import ModelConfig
 from mpipar.nn.embedding import check_ids
 
@@ -44,6 +47,7 @@ def generate(
     seed: int = 0,
     temperature: float = 1.0,
     gather: Callable[[Tensor], Tensor] | None = None,
+    cached: bool = False,
 ) -> np.ndarray:
     """Return `count` tokens (count,) that follow the prompt (S,), S >= 1.
 
@@ -51,6 +55,7 @@ def generate(
     depend on the seed only.  The model looks back on config.seq tokens.
     With parallel layers all ranks of their group call this, and `gather` makes this rank's part of
     the logits (1, V local) whole; then all of them return the same tokens.
+    cached: for a Transformer whose ranks each attend to whole sequences.
     Raises ConfigError for an empty prompt, a token outside the vocabulary or a negative number, and
     NonFiniteError for logits without a finite maximum.
     """
@@ -72,15 +77,30 @@ def generate(
     model.eval()
     try:
         with no_grad():
-            for number, draw in enumerate(draws):
-                stop = len(prompt) + number
-                context = tokens[max(0, stop - model.config.seq) : stop]
-                last = model(context[None])[:, -1]  # (1, V local)
+            steps = _read_cached if cached else _read
+            for stop, last in enumerate(steps(model, tokens, len(prompt)), len(prompt)):
                 logits = np.asarray(last if gather is None else gather(last), np.float64)[0]
-                tokens[stop] = choose(logits, temperature, draw)
+                tokens[stop] = choose(logits, temperature, draws[stop - len(prompt)])
     finally:
         model.train(was_training)
     return tokens[len(prompt) :]
+
+
+def _read(model: Any, tokens: np.ndarray, start: int) -> Iterator[Tensor]:
+    """Yield the logits (1, V local) of every token from `start` on, when those before are there."""
+    for stop in range(start, len(tokens)):
+        yield model(tokens[None, max(0, stop - model.config.seq) : stop])[:, -1]
+
+
+def _read_cached(model: Any, tokens: np.ndarray, start: int) -> Iterator[Tensor]:
+    """Do so, reading each token once as long as all are in the context."""
+    full = min(len(tokens), model.config.seq + 1)
+    read = 0
+    with remembering(model, full - 1):
+        for stop in range(start, full):
+            yield model(tokens[None, read:stop], np.arange(read, stop))[:, -1]
+            read = stop
+    yield from _read(model, tokens, max(start, full))
 
 
 def choose(logits: np.ndarray, temperature: float, draw: float) -> int:

@@ -57,10 +57,10 @@ class Block(Module):
         """Take the two halves, built under the global name `name`; mlp None: experts."""
         self.shard, self.recompute = make.shard, make.recompute
         self.has_experts = mlp is None
-        self.norm1 = make.norm(norm, config.dim, name=f"{name}.norm1", dtype=config.dtype)
+        self.norm1 = make.normal(config, norm, f"{name}.norm1")
         self.attention = attention
         self.dropout1 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout1")
-        self.norm2 = make.norm(norm, config.dim, name=f"{name}.norm2", dtype=config.dtype)
+        self.norm2 = make.normal(config, norm, f"{name}.norm2")
         self.mlp = make.mixture(config, f"{name}.mlp") if mlp is None else mlp
         self.dropout2 = Dropout(config.dropout, seed=config.seed, name=f"{name}.dropout2")
 
@@ -110,7 +110,7 @@ class Transformer(Module):
         self.norm: Any = None
         self.head = None
         if self.part.last:
-            self.norm = make.norm(norm, config.dim, name="norm", dtype=config.dtype)
+            self.norm = make.normal(config, norm, "norm")
             self.head = None if config.tied else make.table(config, "head")
 
     def block(self, make: Factories, name: str) -> Block:

@@ -1,6 +1,7 @@
 """Text to tokens to batches, the same for every layout of the mesh.
 
-Tokens are bytes unless the data is a file of tokens.  Where they come from (`--data`):
+Tokens are bytes, or a tokenizer's, unless the data is a file of tokens.  Where they come from
+(`--data`):
 
     nothing       the top-level modules of Python's standard library on this machine, by name (4 MB)
     a file        its bytes
@@ -26,6 +27,7 @@ import numpy as np
 
 from mpipar import partition, rng
 from mpipar.errors import ConfigError, explain
+from mpipar.huggingface.text import Bytes, Text
 from mpipar.models.transformer import IGNORE
 
 HELD_OUT = 0.1
@@ -40,7 +42,7 @@ class Corpus:
     name: str
     train: np.ndarray
     held_out: np.ndarray
-    is_text: bool  # tokens are bytes
+    text: Text | None  # how tokens are text; None: they are numbers
     note: str = ""  # what was left out, if anything
 
     def fingerprint(self) -> str:
@@ -64,19 +66,31 @@ class Rows:
     positions: np.ndarray  # (tokens,): where these are in the sequence; all of 0..seq-1 or some
 
 
-def load(path: str | None, seq: int, vocab: int, part: int = 0, parts: int = 1) -> Corpus:
+def load(
+    path: str | None,
+    seq: int,
+    vocab: int,
+    part: int = 0,
+    parts: int = 1,
+    tokenizer: Text | None = None,
+) -> Corpus:
     """Read the tokens, check them and hold some out.
 
+    tokenizer: makes the tokens of a text, in place of its bytes.
     `part` of `parts`: the share of the tokens that this rank looks through for bad ones.
     Raises ConfigError for a missing, empty, unreadable or too short file or folder, and for a
     token outside the vocabulary.
     """
     name = "Python's standard library" if path is None else path
     tokens, is_text, note = read_library() if path is None else read(Path(path))
+    text: Text | None = Bytes() if is_text else None
+    if is_text and tokenizer is not None:
+        tokens = tokenizer.encode(bytes(tokens).decode("utf-8", "replace"))
+        text, is_text = tokenizer, False
     check_length(name, tokens, seq)
     check_vocabulary(name, tokens, vocab, partition.block(len(tokens), parts, part), is_text)
     cut = len(tokens) - max(int(len(tokens) * HELD_OUT), seq + 1)
-    return Corpus(name, tokens[:cut], tokens[cut:], is_text, note)
+    return Corpus(name, tokens[:cut], tokens[cut:], text, note)
 
 
 def read(path: Path) -> tuple[np.ndarray, bool, str]:

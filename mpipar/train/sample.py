@@ -31,14 +31,6 @@ def sample(held: Held, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
         with held.alone():
             written = models.generate(held, prompt, config.sample, seed=config.seed, **settings)
         tokens = np.concatenate([prompt, written])
-        text = readable(tokens) if corpus.is_text else " ".join(map(str, tokens))
+        text = corpus.text.decode(tokens) if corpus.text else " ".join(map(str, tokens))
     mesh.world.barrier()
     return text
-
-
-def readable(tokens: np.ndarray) -> str:
-    """Return bytes as text, with a mark for what is none or would upset a terminal."""
-    text = bytes(tokens.clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else "\N{MIDDLE DOT}" for char in text
-    )

@@ -6,7 +6,7 @@ L2  comm  autograd                          comm and autograd do not know each o
     functional                              the names of autograd's operations for users
 L3  nn  optim  models
 L4  parallel                                the first layer that joins communication and gradients
-L5  train  checkpoint  bench  doctor  plan  cli  __main__
+L5  train  checkpoint  huggingface  bench  doctor  plan  cli  __main__
 """
 
 import ast
@@ -39,15 +39,17 @@ ALLOWED = {
     "optim": L0 | {"kernels", "autograd", "nn"},
     "models": L0 | {"kernels", "autograd", "nn"},
     "parallel": L2_AND_BELOW | {"nn", "optim"},
-    "train": L4_AND_BELOW | {"checkpoint"},
+    "train": L4_AND_BELOW | {"checkpoint", "huggingface"},
     "checkpoint": L4_AND_BELOW,
+    "huggingface": L4_AND_BELOW | {"checkpoint"},
     "bench": L4_AND_BELOW | {"train"},
     "doctor": L4_AND_BELOW | {"train"},
     "plan": L4_AND_BELOW | {"train"},
-    "cli": L4_AND_BELOW | {"train", "checkpoint", "bench", "doctor", "plan"},
+    "cli": L4_AND_BELOW | {"train", "checkpoint", "huggingface", "bench", "doctor", "plan"},
     "__main__": {"cli"},
 }
-KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "bench", "doctor", "plan", "cli"}
+KNOW_MPI = {"comm", "parallel", "train", "checkpoint", "huggingface", "bench", "doctor", "plan"}
+KNOW_MPI |= {"cli"}
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
 # in parallel/: its other modules use these freely, and of each other only what users see
 FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh", "wrapped"}

@@ -19,13 +19,13 @@ def text_file(folder: Path, content: bytes, name: str = "text.txt") -> str:
 
 def corpus(n: int = 500, held_out: int = 60) -> Corpus:
     tokens = np.arange(n, dtype=np.uint16)
-    return Corpus("numbers", tokens[:-held_out], tokens[-held_out:], False)
+    return Corpus("numbers", tokens[:-held_out], tokens[-held_out:], None)
 
 
 def test_bytes_of_a_text_file(tmp_path: Path) -> None:
     content = "größer als vorher, and then some more text".encode() * 10
     made = load(text_file(tmp_path, content), SEQ, 256)
-    assert made.is_text
+    assert made.text is not None
     assert bytes(np.concatenate([made.train, made.held_out])) == content
     assert len(made.held_out) == len(content) // 10
 
@@ -57,7 +57,7 @@ def test_token_files_are_memory_mapped(tmp_path: Path, ending: str) -> None:
     tokens = np.arange(1000, dtype="<u2")
     tokens.tofile(path) if ending == ".bin" else np.save(path, tokens)
     made = load(str(path), SEQ, 1000)
-    assert not made.is_text
+    assert made.text is None
     assert isinstance(made.train, np.memmap)
     assert np.array_equal(np.concatenate([made.train, made.held_out]), tokens)
 
@@ -74,8 +74,8 @@ def test_fingerprint_sees_length_type_and_content() -> None:
     prints = {
         made.fingerprint(),
         corpus(501).fingerprint(),
-        Corpus("", made.train.astype(np.int32), made.held_out, False).fingerprint(),
-        Corpus("", np.where(made.train == 7, 8, made.train), made.held_out, False).fingerprint(),
+        Corpus("", made.train.astype(np.int32), made.held_out, None).fingerprint(),
+        Corpus("", np.where(made.train == 7, 8, made.train), made.held_out, None).fingerprint(),
     }
     assert len(prints) == 4
 
