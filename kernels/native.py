@@ -43,6 +43,7 @@ MODULES = (  # of kernels/, with loops
     "adamw", "attention.loops", "cross_entropy", "embedding", "gelu", "layer_norm", "rms_norm",
     "silu", "softmax",
 )  # fmt: skip
+SOURCES = ("native", "native_build", "native_math", "native_product", "native_vector")
 SECONDS = 300  # the compiler may take
 FLOAT32 = np.dtype(np.float32)
 _space = ctypes.create_string_buffer(16)
@@ -127,7 +128,7 @@ def _library() -> Callable[[str], Any] | None:
 def _key(version: str) -> str:
     """Return what the machine code depends on, as a hash: sources, Numba, Python and the CPU."""
     here = Path(__file__).parent
-    names = sorted(["native", "native_build", "native_math", *MODULES])
+    names = sorted([*SOURCES, *MODULES])
     parts = [version, sys.version, platform.machine(), platform.processor()]
     with contextlib.suppress(OSError):  # Linux: the first processor's model and features
         cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

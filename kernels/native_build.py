@@ -19,7 +19,8 @@ import numba
 import numba.extending
 from numba import types
 
-from mpipar.kernels import native, native_math
+from mpipar.kernels import native, native_math, native_product, native_vector
+from mpipar.kernels.attention import loops as attention
 
 KINDS: dict[Any, Any] = {
     native.Floats: types.CPointer(types.float32),
@@ -29,6 +30,11 @@ KINDS: dict[Any, Any] = {
 }
 # sums may be taken in any order, products and sums fused; infinities and NaN are respected
 FAST = {"reassoc", "contract", "arcp", "nsz"}
+HELPERS = (  # which loops call
+    native_math.power, native_math.exp, native_math.exp_below, native_math.ordered,
+    native_math.largest, native_product.columns, attention.visible, attention.above,
+    attention.pack_rows, attention.pack_across, attention.square,
+)  # fmt: skip
 FEATURES = llvm.get_host_cpu_features().flatten()
 if "+avx512f" in FEATURES:
     FEATURES += ",-prefer-256-bit"  # 30 % faster with the whole registers
@@ -76,7 +82,8 @@ def link(code: Path, library: Path) -> bool:
 def main(path: Path) -> None:
     """Compile all loops; PATH.so or PATH.o appears when it is complete."""
     vars(numba.config)["CPU_FEATURES"] = FEATURES
-    for helper in (native_math.power, native_math.exp, native_math.ordered, native_math.largest):
+    native_vector.register("+avx512f" in FEATURES)
+    for helper in HELPERS:
         numba.extending.register_jitable(fastmath=FAST, error_model="numpy")(helper)
     whole, *others = [optimised(loop) for loop in loops()]
     for module in others:

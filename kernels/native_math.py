@@ -29,6 +29,15 @@ def exp(x: np.float32) -> np.float32:
     return ZERO if x < LOWEST else INFINITY if x > HIGHEST else y
 
 
+def exp_below(x: np.float32) -> np.float32:
+    """Return e^x for x up to 88, NaN of NaN; at least 1.2e-38, which is nothing beside e^0."""
+    z = LOWEST if x < LOWEST else x
+    n = np.floor(z * LOG2_E + HALF)
+    r = (z - n * LOG2_HIGH) - n * LOG2_LOW
+    p = ((((E7 * r + E6) * r + E5) * r + E4) * r + E3) * r + E2
+    return (p * r * r + r + ONE) * power(np.int32(n))
+
+
 def power(n: np.int32) -> np.float32:
     """Return 2^n for n between -126 and 127."""
     return np.int32((n + BIAS) << SHIFT).view(np.float32)

@@ -21,6 +21,7 @@ import numpy as np
 from mpipar.arrays import compute_dtype
 from mpipar.kernels.attention.cpu import backward_cpu, forward_cpu
 from mpipar.kernels.attention.formula import Gradients, Mask, Pump, check, nothing, reference
+from mpipar.kernels.attention.native import backward_native, forward_native, suits
 from mpipar.kernels.blocks import host
 
 __all__ = ["Gradients", "Mask", "Pump", "backward", "check", "forward", "reference", "row_delta"]
@@ -35,6 +36,8 @@ def forward(
     """
     host("attention", q, k, v)
     check(q, k, v)
+    if suits(q, k, v):
+        return forward_native(q, k, v, mask, pump)
     return forward_cpu(q, k, v, mask, pump)
 
 
@@ -57,4 +60,8 @@ def backward(
     for `forward`.
     """
     host("attention", do, q, k, v)
+    if out is None:
+        out = np.empty(q.shape, q.dtype), np.empty(k.shape, k.dtype), np.empty(v.shape, v.dtype)
+    if suits(q, k, v, do, *out):
+        return backward_native(do, q, k, v, lse, delta, mask, pump, out)
     return backward_cpu(do, q, k, v, lse, delta, mask, pump, out)

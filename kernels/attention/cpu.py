@@ -1,14 +1,10 @@
-"""Attention on the CPU, tile by tile: products by BLAS, exponentials in between.
-
-The loops (kernels/attention/loops.py) take float32; NumPy the other numbers.
-"""
+"""Attention on the CPU by NumPy, tile by tile: products by BLAS, exponentials in between."""
 
 import math
 
 import numpy as np
 
 from mpipar.arrays import compute_dtype
-from mpipar.kernels.attention import loops
 from mpipar.kernels.attention.formula import Gradients, Mask, Pump
 from mpipar.kernels.attention.tiles import (
     Keys,
@@ -21,7 +17,6 @@ from mpipar.kernels.attention.tiles import (
     tiles,
 )
 from mpipar.kernels.blocks import row_max
-from mpipar.kernels.native import usable
 
 BOUND = 30.0  # e^30, and sums of it, are far from the limits of float32
 SMALL, LARGE = math.exp(-BOUND), math.exp(BOUND)
@@ -42,7 +37,6 @@ def forward_cpu(
     totals = np.empty((batch, groups, heads // groups, seq, 1), wide)
     tops = np.zeros_like(totals)
     space = np.empty(space_for(q, k), wide)
-    compiled = usable(space)
     for b, some in groups_of(q, k):
         queries, results = (rows_of(x, b, some, groups) for x in (q, out))
         keys = Keys(k, v, b, some, mask)
@@ -53,15 +47,9 @@ def forward_cpu(
                 target[...], total[...] = 0, 0
                 continue
             rows, ones = tile_rows(queries, tile, wide), np.ones((tile.seen, 1), wide)
-            if compiled:
-                s = keys.product(rows, tile, space)
-                sums = np.empty(total.shape, wide)
-                loops.forward_loop(s, sums, sums.size, tile.seen, *keys.edge(tile))
-                total[...] = sums
-            else:
-                s = keys.scores(rows, tile, space)
-                with np.errstate(over="ignore"):
-                    product_into(total, np.exp(s, out=s), ones)
+            s = keys.scores(rows, tile, space)
+            with np.errstate(over="ignore"):
+                product_into(total, np.exp(s, out=s), ones)
             if not (total.min() >= SMALL and total.max() <= LARGE):
                 s = keys.scores(rows, tile, space)
                 tops[b, some, :, tile.rows] = _subtract_top(s).reshape(total.shape)
@@ -92,9 +80,8 @@ def backward_cpu(
     wide = compute_dtype(q.dtype)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (q, k, v)) if out is None else out
     space = np.empty((2, space_for(q, k)), wide)
-    compiled = usable(space)
     per_row = (q.shape[0], groups, q.shape[2] // groups, q.shape[1], 1)
-    head, rest = _split(lse.reshape(per_row), wide)
+    head, rest = split(lse.reshape(per_row), wide)
     shift = np.multiply(delta.reshape(per_row), -rest)
     for b, some in groups_of(q, k):
         queries, grads, results = (rows_of(x, b, some, groups) for x in (q, do, dq))
@@ -111,15 +98,11 @@ def backward_cpu(
                 continue
             rows, g = (tile_rows(x, tile, wide) for x in (queries, grads))
             tops = None if head is None else head[b, some, :, tile.rows]
-            p = (keys.product if compiled else keys.scores)(rows, tile, space[0])
+            p = keys.scores(rows, tile, space[0])
             ds = space[1, : p.size].reshape(p.shape)
             np.matmul(g, values[:, :, : tile.seen], out=ds)
-            if compiled:
-                top = np.zeros(p.shape[:2], wide) if tops is None else np.ascontiguousarray(tops)
-                loops.backward_loop(p, ds, top, top.size, tile.seen, *keys.edge(tile))
-            else:
-                p = p if tops is None else np.subtract(p, tops.reshape(*p.shape[:2], 1), out=p)
-                ds *= np.exp(p, out=p)
+            p = p if tops is None else np.subtract(p, tops.reshape(*p.shape[:2], 1), out=p)
+            ds *= np.exp(p, out=p)
             _add_product(sums[1], p, g[..., :-1], done)
             _add_product(sums[0], ds, rows, done)
             done = max(done, tile.seen)
@@ -144,7 +127,7 @@ def _add_product(total: np.ndarray, p: np.ndarray, x: np.ndarray, done: int) -> 
         total[:, : p.shape[2]] += across @ x
 
 
-def _split(lse: np.ndarray, wide: np.dtype) -> tuple[np.ndarray | None, np.ndarray]:
+def split(lse: np.ndarray, wide: np.dtype) -> tuple[np.ndarray | None, np.ndarray]:
     """Return head, rounded, and rest = exp(head - lse), so that p = exp(s - head) * rest.
 
     A score of a key that is seen is at most lse; so where every lse is small, head is None for 0.

@@ -98,29 +98,17 @@ class Keys:
         self.values = np.ascontiguousarray(v[b, :, some].transpose(1, 0, 2), wide)
         self.across = across(self.keys)
 
-    def product(self, q: np.ndarray, tile: Tile, space: np.ndarray) -> np.ndarray:
-        """Return the scores (G, R * T, seen) of queries q (G, R * T, D), none of them masked."""
-        shape = (q.shape[0], q.shape[1], tile.seen)
-        s = space[: math.prod(shape)].reshape(shape)
-        return np.matmul(q, self.across[:, :, : tile.seen], out=s)
-
     def scores(self, q: np.ndarray, tile: Tile, space: np.ndarray) -> np.ndarray:
         """Return the masked scores (G, R * T, seen) of queries q (G, R * T, D)."""
-        s = self.product(q, tile, space)
+        shape = (q.shape[0], q.shape[1], tile.seen)
+        s = space[: math.prod(shape)].reshape(shape)
+        np.matmul(q, self.across[:, :, : tile.seen], out=s)
         if tile.by_all < tile.seen:
-            rows, _, ahead = self.edge(tile)
+            rows = tile.rows.stop - tile.rows.start
+            ahead = self.mask.q_offset + tile.rows.start - self.mask.k_offset - tile.by_all
             edge = s.reshape(s.shape[0], -1, rows, tile.seen)[..., tile.by_all :]
             np.copyto(edge, -np.inf, where=_hidden(rows, tile.seen - tile.by_all, ahead))
         return s
-
-    def edge(self, tile: Tile) -> tuple[int, int, int]:
-        """Return the tile's queries T, its `by_all`, and `ahead`: query i sees ahead + i + 1 more.
-
-        (Where all keys are seen by all, more than there are.)
-        """
-        rows = tile.rows.stop - tile.rows.start
-        ahead = self.mask.q_offset + tile.rows.start - self.mask.k_offset - tile.by_all
-        return rows, tile.by_all, ahead
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -14,17 +14,20 @@ from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
 from mpipar.errors import ConfigError
 from mpipar.kernels import (
+    attention,
     cross_entropy,
     embedding,
     gelu,
     layer_norm,
     native,
     native_math,
+    native_product,
     rms_norm,
     silu,
     softmax,
 )
-from mpipar.kernels.attention import loops as masked
+from mpipar.kernels.attention import loops as attention_loops
+from mpipar.kernels.attention import native as attention_native
 from mpipar.kernels.cache import cache_folder
 from tests.launch import run
 
@@ -219,20 +222,69 @@ def test_a_rank_loads_no_compiler() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("tile", "by_all", "ahead"), [(4, 3, 0), (4, 0, -3), (4, 9, 5), (3, 9, -8)]
-)
-def test_masked_exponentials(tile: int, by_all: int, ahead: int) -> None:
-    s, ds, head = normal(2 * tile, 9), normal(2 * tile, 9), normal(2 * tile)
-    expected = masked.reference(s, tile, by_all, ahead)
-    p, total = s.copy(), np.empty(2 * tile, np.float32)
-    masked.forward_loop(p, total, 2 * tile, 9, tile, by_all, ahead)
-    assert np.allclose(p, expected, rtol=1e-6)
-    assert np.allclose(total, expected.sum(1), rtol=1e-6)
-    p, product = s.copy(), ds.copy()
-    masked.backward_loop(p, product, head, 2 * tile, 9, tile, by_all, ahead)
-    assert np.allclose(p, expected * np.exp(-head)[:, None], rtol=2e-6)
-    assert np.allclose(product, p * ds)
+@pytest.mark.parametrize(("n", "add"), [(16, False), (32, True), (48, True)])
+def test_small_products_as_they_are_written(n: int, add: bool) -> None:
+    depth, space = 5, np.zeros(2000, np.float32)
+    a, b, c = normal(8, depth), normal(depth, n), normal(8, n)
+    space[:40], space[100 : 100 + depth * n] = a.T.reshape(-1), b.reshape(-1)
+    space[500 : 500 + 8 * n] = c.reshape(-1)
+    native_product.columns(space, 500, n, space, 0, 1, 8, space, 100, n, depth, add, n)
+    result = space[500 : 500 + 8 * n].reshape(8, n)
+    assert np.allclose(result, a @ b + (c if add else 0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_in_pieces_is_the_same(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, do = normal(2, 70, 2, 24), normal(2, 70, 2, 24)
+    k, v = normal(2, 50, kv_heads, 24), normal(2, 50, kv_heads, 24)
+    mask, calls, results = attention.Mask(True, 0.2, 5), [0, 0], []
+    for turn, work in enumerate((attention_native.WORK, 1)):
+        monkeypatch.setattr(attention_native, "WORK", work)
+
+        def count(turn: int = turn) -> None:
+            calls[turn] += 1
+
+        o, lse = attention.forward(q, k, v, mask, count)
+        delta = attention.row_delta(do, o)
+        results.append((o, lse, *attention.backward(do, q, k, v, lse, delta, mask, count)))
+    assert calls == [2, 2 * 2 * kv_heads * 3]  # 70 queries are 3 pieces of 32
+    for one, other in zip(*results, strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def test_attention_loops_take_views_and_leave_other_numbers_to_numpy() -> None:
+    x = normal(1, 9, 6, 16)
+    assert attention_native.suits(x[:, :, :2], x[:, ::-1, 2:4], np.broadcast_to(x[:, :1], x.shape))
+    assert not attention_native.suits(x.astype(np.float64))
+    assert not attention_native.suits(x[..., ::2])
+    assert not attention_native.suits(x, x[..., :8])
+    assert not attention_native.suits(x[:, :0])
+
+
+@pytest.mark.parametrize("ahead", [0, -3, 4])
+def test_attention_loops_as_they_are_written(ahead: int) -> None:
+    """What Python makes of the loops is what the machine code does."""
+    q, k, v, do = normal(1, 10, 2, 8), normal(1, 9, 1, 8), normal(1, 9, 1, 8), normal(1, 10, 2, 8)
+    mask, results = attention.Mask(True, 0.3, ahead), []
+    for kind in ("compiled", "python"):
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "python":
+                for name in ("forward_loop", "backward_loop"):
+                    patch.setattr(attention_loops, name, _in_python(getattr(attention_loops, name)))
+            o, lse = attention.forward(q, k, v, mask)
+            delta = attention.row_delta(do, o)
+            results.append((o, lse, *attention.backward(do, q, k, v, lse, delta, mask)))
+    for one, other in zip(*results, strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _in_python(compiled: native.Loop) -> Callable[..., None]:
+    """Return a loop as it is written, of flat arrays, with their views' memory."""
+
+    def flat(x: object) -> object:
+        return x.reshape(-1) if isinstance(x, np.ndarray) else x
+
+    return lambda *arguments: compiled.python(*[flat(x) for x in arguments])
 
 
 def kept(y: Tensor, *inputs: Tensor) -> int:
