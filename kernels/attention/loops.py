@@ -52,7 +52,7 @@ def backward_space(keys: int, width: int) -> int:
 
 def pack_rows(
     x: np.ndarray, at: int, step: int, rows: int, width: int, space: np.ndarray, to: int,
-    filled: int, full: int, factor: np.float32,
+    filled: int, full: int, factor: float | np.float32,
 ) -> None:  # fmt: skip
     """Write rows of x times a factor to `space`, and zeros up to `filled` rows of `full`."""
     for i in range(rows):
@@ -66,7 +66,7 @@ def pack_rows(
 
 def pack_across(
     x: np.ndarray, at: int, step: int, rows: int, width: int, space: np.ndarray, to: int,
-    full: int, factor: np.float32,
+    full: int, factor: float | np.float32,
 ) -> None:  # fmt: skip
     """Write rows of x times a factor across: 32 of them side by side (full, 32), then the next."""
     for i in range(0, rows, SIDE):
