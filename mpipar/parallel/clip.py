@@ -2,7 +2,8 @@
 
 Every parameter counts once: its blocks are added over the mesh axes along which its spec is
 sharded (those that several ranks of an axis hold, in shares), its replicas are not, and a parameter
-that several pipeline stages hold (a tied embedding: same name) is taken from the lowest of them.
+that several pipeline stages hold (a tied embedding: same name) is taken from the lowest of them,
+on one rank too if its gradient is the same in both.
 
     weight sharded over tp, 2 ranks        replicated bias        stages 0 and 1 of a pipeline
     |g|^2 = |g0|^2 + |g1|^2 (all_reduce)   |g|^2 here             joined by one all_gather over pp
@@ -100,12 +101,15 @@ def squared_norms(params: list[Any], mesh: Mesh | None) -> tuple[list[str], np.n
 
 def _sum_once(names: list[str], squares: np.ndarray, mesh: Mesh | None) -> float:
     """Return the sum over all parameters of all pipeline stages, those of one name once."""
-    if mesh is None or mesh.pp.size == 1:
-        return float(squares.sum())
+    stage = 0 if mesh is None else mesh.pp.rank
     table = np.empty((len(names), 2), np.int64)  # (hash of the name, bits of the square)
     for i, name in enumerate(names):
-        table[i, 0] = np.uint64(_identity(name, i, mesh.pp.rank)).astype(np.int64)
+        table[i, 0] = np.uint64(_identity(name, i, stage)).astype(np.int64)
     table[:, 1] = squares.view(np.int64)
+    if mesh is None or mesh.pp.size == 1:
+        # stages on one rank hold a tied gradient alike; others have the same name by chance
+        _, first = np.unique(table, axis=0, return_index=True)
+        return float(squares[np.sort(first)].sum())
     table = mesh.pp.all_gather(table, dim=0, sizes="exchange")
     _, first = np.unique(table[:, 0], return_index=True)  # the lowest stage owns a name
     return float(table[np.sort(first), 1].copy().view(np.float64).sum())
