@@ -64,8 +64,9 @@ class FSDP(Wrapper):
     (or by the last alone, see `no_sync`), and never divided by their number, as
     DataParallel(accumulation_steps=) does: divide the loss.
 
-    Every rank runs every forward and backward.  The module's own parameters are there while it
-    runs, and empty otherwise; what there is of them on this rank is in `parameters()`.
+    Every rank runs every forward and backward.  An exception that is caught must be caught on every
+    rank: others wait for one that leaves alone, until their time limit.  The module's own parameters
+    are there while it runs, and empty otherwise; what there is of them is in `parameters()`.
     Attributes are those of the module, and so are the names in `state_dict`.
     """
 
