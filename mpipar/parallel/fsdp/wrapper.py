@@ -65,7 +65,7 @@ class FSDP(Wrapper):
     DataParallel(accumulation_steps=) does: divide the loss.
 
     Every rank runs every forward and backward.  An exception that is caught must be caught on every
-    rank: others wait for one that leaves alone, until their time limit.  The module's own parameters
+    rank: others wait for one that leaves alone, until a time limit.  The module's own parameters
     are there while it runs, and empty otherwise; what there is of them is in `parameters()`.
     Attributes are those of the module, and so are the names in `state_dict`.
     """
