@@ -1,14 +1,14 @@
 """Lets `mpiexec -n 4 pytest` run the whole suite: a pytest plugin for several MPI ranks.
 
-    rank 0   unit 0  unit 4  .  |  mpi a  agree  mpi b  agree  ...  |  summary of all ranks
-    rank 1   unit 1  unit 5  .  |  mpi a  agree  mpi b  agree  ...  |  (quiet)
-    rank 2   unit 2  .       .  |  mpi a  agree  mpi b  agree  ...  |  (quiet)
-    rank 3   launch 0  launch 1 |  mpi a  agree  mpi b  agree  ...  |  (quiet)
+    rank 0   unit 0  unit 2  .  |  mpi a  agree  mpi b  agree  ...  |  summary of all ranks
+    rank 1   unit 1  unit 3  .  |  mpi a  agree  mpi b  agree  ...  |  (quiet)
+    rank 2   launch 0  launch 2 |  mpi a  agree  mpi b  agree  ...  |  (quiet)
+    rank 3   launch 1  launch 3 |  mpi a  agree  mpi b  agree  ...  |  (quiet)
 
 - A test with the mark `mpi` runs on every rank at once. Afterwards the ranks trade their outcomes:
   if it failed on any, it failed on all, and the report shows the error of each failing rank.
-- Every other test runs on one rank only; those that start an `mpiexec` themselves run one after
-  another on the last rank. Rank 0 reports them all, and every rank's exit code knows of failures.
+- Every other test runs on one rank only; those that start an `mpiexec` themselves run on the last
+  two, so two jobs at a time. Rank 0 reports them all, and every rank's exit code knows of failures.
 - Each test has a time limit (60 s; `@pytest.mark.time_limit(seconds)`). When a rank has failed, the
   others get a short grace to finish the same test. Past either, the job ends with all stacks shown.
 """
@@ -33,6 +33,7 @@ from tests.ranks.watchdog import Watchdog
 
 LIMIT = 60.0  # seconds for a test
 LAUNCH_LIMIT = 300.0  # for one that starts its own mpiexec
+LAUNCHERS = 2  # ranks that run those
 FINALIZE_LIMIT = 60  # seconds for MPI_Finalize at the end of the process
 
 failed_here = pytest.StashKey[bool]()  # set on an item when it failed on this rank
@@ -59,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, start watching, and give each rank a place of its own for `tmp_path`."""
     for line in (
         "mpi: runs on all ranks at once",
-        "launch: starts its own mpiexec, so it runs alone, on the last rank",
+        "launch: starts its own mpiexec, so it runs on one of the last ranks",
         "time_limit(seconds): how long the test may take before the job is ended (default 60)",
     ):
         config.addinivalue_line("markers", line)
@@ -144,9 +145,11 @@ class Ranks:
             digest = hashlib.sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
             if len(set(self.exchange.trade(digest).values())) > 1:
                 raise pytest.UsageError("the ranks collected different tests")
-            helpers = self.size - 1 if launching else self.size  # the last rank has the launching
+            launchers = min(LAUNCHERS, self.size) if launching else 0
+            helpers = self.size - launchers or self.size
+            last = self.rank - (self.size - launchers)  # which of the launchers this rank is
             alone = alone[self.rank :: helpers] if self.rank < helpers else []
-            launching = launching if self.rank == self.size - 1 else []
+            launching = launching[last::launchers] if last >= 0 and launchers else []
         self.total = len(items)
         items[:] = alone + launching + everywhere
 
