@@ -41,7 +41,7 @@ Ints = Annotated[np.ndarray, "int64"]
 SWITCH = "MPIPAR_NUMBA"
 MODULES = (  # of kernels/, with loops
     "adamw", "attention.loops", "cross_entropy", "embedding", "gelu", "layer_norm", "rms_norm",
-    "silu", "softmax",
+    "rotary", "silu", "softmax",
 )  # fmt: skip
 SOURCES = ("native", "native_build", "native_math", "native_product", "native_vector")
 SECONDS = 300  # the compiler may take

@@ -19,7 +19,7 @@ import numba
 import numba.extending
 from numba import types
 
-from mpipar.kernels import native, native_math, native_product, native_vector
+from mpipar.kernels import native, native_math, native_product, native_vector, silu
 from mpipar.kernels.attention import loops as attention
 
 KINDS: dict[Any, Any] = {
@@ -33,7 +33,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 HELPERS = (  # which loops call
     native_math.power, native_math.exp, native_math.exp_below, native_math.ordered,
     native_math.largest, native_product.columns, attention.visible, attention.above,
-    attention.pack_rows, attention.pack_across, attention.square,
+    attention.pack_rows, attention.pack_across, attention.square, silu.share, silu.slope,
 )  # fmt: skip
 FEATURES = llvm.get_host_cpu_features().flatten()
 if "+avx512f" in FEATURES:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.kernels.blocks import block_rows, host, place, row_blocks, store, widen
+from mpipar.kernels.native import FLOAT32, Floats, loop, usable
 
 Table = tuple[np.ndarray, np.ndarray]
 
@@ -72,7 +73,35 @@ def _spread(left: np.ndarray, right: np.ndarray, heads: int) -> np.ndarray:
     return np.repeat(np.concatenate([left, right], axis=-1), heads, axis=1)
 
 
+@loop
+def rotate_loop(
+    x: Floats, cos: Floats, sin: Floats, y: Floats, batch: int, rows: int, heads: int, half: int,
+    next_batch: int, next_row: int, next_angles: int, sign: float,
+) -> None:  # fmt: skip
+    """Write x (batch, rows, heads, 2 half) turned.
+
+    next_...: the steps in x, and to the angles of the next of the batch: 0 if they are the same.
+    """
+    for b in range(batch):
+        for i in range(rows):
+            angle = b * next_angles + i * half
+            for h in range(heads):
+                at, to = b * next_batch + i * next_row, (b * rows + i) * heads * 2 * half
+                at, to = at + h * 2 * half, to + h * 2 * half
+                for d in range(half):
+                    left, right = x[at + d], x[at + half + d]
+                    c, s = cos[angle + d], sin[angle + d] * sign
+                    y[to + d] = left * c - right * s
+                    y[to + half + d] = right * c + left * s
+
+
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, back: bool = False) -> np.ndarray:
     """Return x (B, S, H, D) turned by the angles of `table`, or back."""
     host("rotary", x)
+    if x.dtype == FLOAT32 and usable(cos, sin) and x.strides[2:] == (4 * x.shape[3], 4):
+        y, (batch, rows, heads, width) = np.empty(x.shape, x.dtype), x.shape
+        steps = x.strides[0] // 4, x.strides[1] // 4, cos[0].size if cos.ndim == 4 else 0
+        sign = -1.0 if back else 1.0
+        rotate_loop(x, cos, sin, y, batch, rows, heads, width // 2, *steps, sign)
+        return y
     return rotate_cpu(x, cos, sin, back)

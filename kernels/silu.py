@@ -56,69 +56,57 @@ def forward_cpu(x: np.ndarray, up: np.ndarray | None) -> np.ndarray:
     return out
 
 
-def backward_cpu(g: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the gradient of x in silu(x)."""
-    dx = np.empty(x.shape, x.dtype)
+def backward_cpu(
+    g: np.ndarray, x: np.ndarray, up: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the gradients of x, and of `up` if given."""
+    dx, dup = np.empty(x.shape, x.dtype), None if up is None else np.empty(up.shape, up.dtype)
     flat, grads, result = x.reshape(-1), g.reshape(-1), dx.reshape(-1)
     wide = compute_dtype(x.dtype)
     space = element_scratch(3, flat.size, wide)
     for block in element_blocks(flat.size, wide.itemsize):
-        part = widen(flat[block])
+        part, dy = widen(flat[block]), widen(grads[block])
         s, y, d = space[0, : len(part)], space[1, : len(part)], place(result, block, space[2])
         _sigmoid(part, s)
         _slope(s, np.multiply(part, s, out=y), d)
-        d *= widen(grads[block])
-        store(result, block, d)
-    return dx
-
-
-def swiglu_backward_cpu(
-    g: np.ndarray, gate: np.ndarray, up: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of gate and up."""
-    dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
-    flat, ups, grads = gate.reshape(-1), up.reshape(-1), g.reshape(-1)
-    dgates, dups = dgate.reshape(-1), dup.reshape(-1)
-    wide = compute_dtype(gate.dtype)
-    space = element_scratch(3, flat.size, wide)
-    for block in element_blocks(flat.size, wide.itemsize):
-        part, dy = widen(flat[block]), widen(grads[block])
-        s, y, d = (
-            space[0, : len(part)],
-            place(dups, block, space[1]),
-            place(dgates, block, space[2]),
-        )
-        _sigmoid(part, s)
-        np.multiply(part, s, out=y)
-        _slope(s, y, d)
-        y *= dy
-        d *= widen(ups[block])
         d *= dy
-        store(dups, block, y)
-        store(dgates, block, d)
-    return dgate, dup
+        if up is not None and dup is not None:
+            d *= widen(up.reshape(-1)[block])
+            y *= dy
+            dup.reshape(-1)[block] = y
+        store(result, block, d)
+    return dx, dup
+
+
+def share(x: np.float32) -> np.float32:
+    """Return s(x)."""
+    return ONE / (ONE + exp(-x))
+
+
+def slope(x: np.float32, s: np.float32) -> np.float32:
+    """Return the derivative of silu at x, for s = s(x)."""
+    return s + x * s * (ONE - s)
 
 
 @loop
 def forward_loop(x: Floats, y: Floats, n: int) -> None:
     """Write y = silu(x)."""
     for i in range(n):
-        y[i] = x[i] / (ONE + exp(-x[i]))
+        y[i] = x[i] * share(x[i])
 
 
 @loop
 def backward_loop(x: Floats, g: Floats, dx: Floats, n: int) -> None:
     """Write dx of silu."""
     for i in range(n):
-        s = ONE / (ONE + exp(-x[i]))
-        dx[i] = g[i] * (s + x[i] * s * (ONE - s))
+        dx[i] = g[i] * slope(x[i], share(x[i]))
 
 
 @loop
 def swiglu_loop(gate: Floats, up: Floats, y: Floats, n: int) -> None:
     """Write y = silu(gate) * up."""
     for i in range(n):
-        y[i] = gate[i] / (ONE + exp(-gate[i])) * up[i]
+        y[i] = gate[i] * share(gate[i]) * up[i]
 
 
 @loop
@@ -127,10 +115,9 @@ def swiglu_backward_loop(
 ) -> None:
     """Write the gradients of gate and up."""
     for i in range(n):
-        x, dy = gate[i], g[i]
-        s = ONE / (ONE + exp(-x))
+        x, dy, s = gate[i], g[i], share(gate[i])
         dup[i] = dy * x * s
-        dgate[i] = dy * up[i] * (s + x * s * (ONE - s))
+        dgate[i] = dy * up[i] * slope(x, s)
 
 
 def forward(x: np.ndarray) -> np.ndarray:
@@ -150,7 +137,7 @@ def backward(g: np.ndarray, x: np.ndarray) -> np.ndarray:
         dx = np.empty(x.shape, x.dtype)
         backward_loop(x, g, dx, x.size)
         return dx
-    return backward_cpu(g, x)
+    return backward_cpu(g, x, None)[0]
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -172,4 +159,6 @@ def swiglu_backward(
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         swiglu_backward_loop(gate, up, g, dgate, dup, g.size)
         return dgate, dup
-    return swiglu_backward_cpu(g, gate, up)
+    dgate, dup = backward_cpu(g, gate, up)
+    assert dup is not None
+    return dgate, dup
