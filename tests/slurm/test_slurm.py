@@ -14,16 +14,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.launch import ROOT
-from tests.slurm.cluster import NODES, Cluster, Rank, slurm, why_not
+from tests.slurm.cluster import NODES, Cluster, slurm, why_not
 
 pytestmark = [pytest.mark.launch, pytest.mark.time_limit(200)]
 
-STEPS = 240
+STEPS = 110
 TINY = (
     *("--dim", 16, "--heads", 2, "--layers", 1, "--seq", 16, "--batch", 4, "--sample", 0),
     *("--eval-every", 0, "--eval-batches", 1, "--reproducible"),
 )
-SLOW = {"SLOW": "0.3"}  # seconds a step: the first run of a job goes past its limit of a minute
+SLOW = {"SLOW": "0.6"}  # seconds a step: the first run of a job would go past a minute
 SHORT = {"TRAIN_STEPS": "3"}
 SCRIPTS = {"bench_collectives", "doctor", "train_cpu", "train_gpu", "train_mpirun", "train_requeue"}
 
@@ -44,7 +44,7 @@ def jobs(cluster: Cluster) -> Jobs:
     """All of them, since the longest one mostly waits."""
     submit, long = cluster.submit, {"TRAIN_STEPS": str(STEPS)}
     limit = ["--time=1", "--signal=B:USR1@15"]
-    sizes = ("--sizes", 1024, "--algorithms", "ring")
+    sizes = ("--sizes", 2**20, "--algorithms", "ring")
     return {
         "limit": submit("train_requeue", *TINY, flags=limit, env=long | SLOW),
         "cpu": submit("train_cpu", *TINY, env=long),
@@ -81,7 +81,7 @@ def losses(cluster: Cluster, job: str) -> list[tuple[int, float]]:
 def check_checkpoint(cluster: Cluster, job: str, steps: int) -> None:
     """Open the newest checkpoint with the safetensors library."""
     folder = run_dir(cluster, job) / "checkpoints"
-    newest = folder / (folder / "latest").read_text()
+    newest = folder / (folder / "latest").read_text().strip()
     assert json.loads((newest / "state.json").read_text())["step"] == steps
     arrays = load_file(newest / "model.safetensors")
     assert sum(array.size for array in arrays.values()) > 7000
@@ -92,21 +92,32 @@ def test_every_script_is_submitted() -> None:
     assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} == SCRIPTS
 
 
+@pytest.mark.parametrize("name", ["signal", "limit"])
+def test_a_signal_saves_and_requeues(cluster: Cluster, jobs: Jobs, name: str) -> None:
+    """Ours goes through mpiexec, that of the limit through srun; they are looked at again below."""
+    job, end = jobs[name], time.monotonic() + 90
+    log = run_dir(cluster, job) / "log.jsonl"
+    while not (log.exists() and log.read_text().count("\n") > 2):
+        assert time.monotonic() < end, cluster.output(job)
+        time.sleep(0.2)
+    if name == "signal":
+        cluster.call("scancel", "--batch", "--signal=USR1", job)
+    while cluster.show(job)["Restarts"] == "0":
+        assert time.monotonic() < end, cluster.output(job)
+        time.sleep(0.2)
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # the second run may be slow
+
+
 @pytest.mark.parametrize(("name", "steps"), [("cpu", STEPS), ("mpirun", 3), ("gpu", 3)])
 def test_training_uses_both_nodes_and_saves(
     cluster: Cluster, jobs: Jobs, name: str, steps: int
 ) -> None:
     finished(cluster, jobs[name])
-    gpus = [rank.gpus for rank in cluster.ranks(jobs[name])]
-    nodes = [NODES[0]] * 2 + [NODES[1]] * 2
-    expected = ["0", "1", "0", "1"] if name == "gpu" else [""] * 4
-    assert cluster.ranks(jobs[name]) == [
-        Rank(node, number, gpu) for number, (node, gpu) in enumerate(zip(nodes, gpus, strict=True))
-    ]
-    assert [",".join(sorted(gpus[:2])), ",".join(sorted(gpus[2:]))] == [
-        ",".join(expected[:2]),
-        ",".join(expected[2:]),
-    ]
+    ranks = cluster.ranks(jobs[name])
+    assert [(rank.number, rank.node) for rank in ranks] == list(enumerate(np.repeat(NODES, 2)))
+    if name == "gpu":
+        for node in NODES:  # each rank of a node sees another one
+            assert {rank.gpus for rank in ranks if rank.node == node} == {"0", "1"}
     check_checkpoint(cluster, jobs[name], steps)
 
 
@@ -127,22 +138,11 @@ def test_doctor_sees_the_nodes_and_the_wrong_protocol(cluster: Cluster, jobs: Jo
     assert "srun --mpi=pmi2" in cluster.output(jobs["mismatch"])
 
 
-def test_a_signal_through_mpiexec_requeues(cluster: Cluster, jobs: Jobs) -> None:
-    job, end = jobs["signal"], time.monotonic() + 60
-    log = run_dir(cluster, job) / "log.jsonl"
-    while not (log.exists() and log.read_text().count("\n") > 2):
-        assert time.monotonic() < end, cluster.output(job)
-        time.sleep(0.2)
-    cluster.call("scancel", "--batch", "--signal=USR1", job)
-    check_requeued(cluster, jobs, job)
-
-
-def test_a_job_at_its_limit_is_requeued_and_ends(cluster: Cluster, jobs: Jobs) -> None:
-    check_requeued(cluster, jobs, jobs["limit"])
-
-
-def check_requeued(cluster: Cluster, jobs: Jobs, job: str) -> None:
-    """A job that was requeued has ended, with the losses of the one that never stopped."""
+@pytest.mark.parametrize("name", ["signal", "limit"])
+def test_a_requeued_job_ends_as_one_that_never_stopped(
+    cluster: Cluster, jobs: Jobs, name: str
+) -> None:
+    job = jobs[name]
     facts = finished(cluster, job)
     assert int(facts["Restarts"]) >= 1
     output = cluster.output(job)
@@ -156,5 +156,5 @@ def check_requeued(cluster: Cluster, jobs: Jobs, job: str) -> None:
 
 def test_a_job_that_fails_is_not_requeued(cluster: Cluster, jobs: Jobs) -> None:
     facts = cluster.wait(jobs["wrong"])
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
+    assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "0")
     assert "not requeued" in cluster.output(jobs["wrong"])
