@@ -159,6 +159,6 @@ def swiglu_backward(
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         swiglu_backward_loop(gate, up, g, dgate, dup, g.size)
         return dgate, dup
-    dgate, dup = backward_cpu(g, gate, up)
-    assert dup is not None
-    return dgate, dup
+    of_gate, of_up = backward_cpu(g, gate, up)
+    assert of_up is not None
+    return of_gate, of_up
