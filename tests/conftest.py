@@ -3,6 +3,7 @@
 - tests/unit: one process
 - tests/mpi: any number of ranks, all at once
 - tests/hosts: jobs on two emulated hosts with a slow link; takes root and Debian's iproute2
+- tests/slurm: the batch scripts, on a Slurm of two nodes; takes root and Debian's slurm packages
 - tests/repo: the repository itself: layers, packaging, the README
 """
 
