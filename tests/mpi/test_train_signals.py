@@ -42,16 +42,6 @@ class Told(Report):
         self.rows.append(row)
 
 
-@pytest.fixture
-def text(shared_path: Path, world: MPI.Intracomm) -> str:
-    """A short text that all ranks read."""
-    path = shared_path / "text.txt"
-    if world.rank == 0:
-        path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(200)))
-    world.barrier()
-    return str(path)
-
-
 def stopped(config: TrainConfig, world: MPI.Intracomm, tell: Report | None = None) -> list[Row]:
     """Train as a command does; return the rows."""
     with Signals() as signals:
