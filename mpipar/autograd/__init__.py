@@ -17,6 +17,7 @@ from mpipar.autograd.tape import (
     enable_grad,
     is_grad_enabled,
     no_grad,
+    start_afresh,
 )
 from mpipar.autograd.tensor import Tensor, backward
 
@@ -40,4 +41,5 @@ __all__ = [
     "no_grad",
     "operators",
     "recompute",
+    "start_afresh",
 ]

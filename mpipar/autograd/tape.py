@@ -169,6 +169,14 @@ def failures() -> int:
     return state.failures
 
 
+def start_afresh() -> None:
+    """Forget what this thread has recorded, and who is called in its backwards.
+
+    For a thread whose graph can never be run: ranks that it communicates with are gone.
+    """
+    state.__init__()  # type: ignore[misc]
+
+
 class no_grad(contextlib.ContextDecorator):
     """Context manager and decorator: operations inside are not recorded.
 

@@ -10,7 +10,7 @@ that only one rank sees is left to the abort hook, which ends the job and names 
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from mpipar.errors import (
@@ -23,6 +23,8 @@ from mpipar.errors import (
 from mpipar.train.config import TrainConfig as Config
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpipar.train.signals import Signals
 
 __all__ = ["ALONE", "Config", "run"]
@@ -58,21 +60,31 @@ def _run(config: Config, signals: "Signals") -> int:
 
     heap.keep_freed()
     world = MPI.COMM_WORLD
-    reports: list[Report] = []
-    if world.rank == 0:
-        reports = [JsonLog(config.log, config.resume is not None)] if config.log else []
-        reports += [Plot(config.plot)] if config.plot else []
-        reports += [display(config)]
+
+    def reports(goes_on: bool) -> Report:
+        made: list[Report] = [JsonLog(config.log, goes_on)] if config.log else []
+        made += [Plot(config.plot)] if config.plot else []
+        return Several([*made, display(config)])
+
+    report = reports(config.resume is not None) if world.rank == 0 else Report()
     try:
-        with closing(Several(reports)) as report:
-            train(config, world, report, signals)
+        with closing(report):
+            train(config, world, report, signals, lambda: reports(True))
     except MpiparError as error:
         if is_of_all_ranks(error):
-            return fail(str(error), world.rank == 0, world.Barrier)
+            return fail(str(error), world.rank == 0, lambda: meet(world))
         if not isinstance(error, BETWEEN_RANKS):
             raise
         end_job(f"mpipar: error: rank {world.rank}: {error}", 2)
     return 0
+
+
+def meet(world: "MPI.Comm") -> None:
+    """Wait for the other ranks, if they live."""
+    from mpi4py import MPI
+
+    with suppress(MPI.Exception):
+        world.Barrier()
 
 
 def fail(text: str, speaks: bool, wait: Callable[[], None]) -> int:

@@ -297,6 +297,13 @@ _live: "weakref.WeakSet[Flight]" = weakref.WeakSet()
 _asked = False  # another rank wants everyone's report
 
 
+def abandon() -> list[MPI.Comm]:
+    """Watch no communicator any more, since ranks are gone; return those there were."""
+    comms = [flight._comm for flight in tuple(_live)]
+    _live.clear()
+    return comms
+
+
 def _ask_everyone() -> None:
     """Ask all ranks that this one shares a communicator with for their reports.
 

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Team:
         self.across = MPI.Intracomm(raw.Split(0, key=self.rank))
         self.across.Set_errhandler(MPI.ERRORS_RETURN)
         self._tags = 0  # given out so far
+        teams.add(self)
 
     def next_tag(self, count: int) -> int:
         """Return the first of `count` tags of `across` that no other window alive uses."""
@@ -65,6 +67,9 @@ class Team:
         """Free the communicators; collective."""
         self.local.Free()
         self.across.Free()
+
+
+teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
 
 
 class Windows:

@@ -41,6 +41,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_abandoned: list[Callable[[], bool]] = []
 
 
 def set_oversubscribed(oversubscribed: bool) -> None:
@@ -61,6 +62,15 @@ def leave(test: Callable[[], bool]) -> None:
     """Stop advancing this operation."""
     if test in _thread.in_flight:
         _thread.in_flight.remove(test)
+
+
+def abandon() -> None:
+    """Advance nothing of what is in flight any more, since ranks are gone.
+
+    It stays alive: MPI may still write to its memory.
+    """
+    _abandoned.extend(_thread.in_flight)
+    _thread.in_flight.clear()
 
 
 def in_flight() -> tuple[Callable[[], bool], ...]:

@@ -27,7 +27,7 @@ from mpipar.train.agree import together
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Rows
 from mpipar.train.held import Held, hold
-from mpipar.train.loop import train_step
+from mpipar.train.step import train_step
 
 if TYPE_CHECKING:
     from mpi4py import MPI

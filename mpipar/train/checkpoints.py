@@ -5,7 +5,8 @@
 
 A run that goes on from step 100 is the one that never stopped: data, dropout and learning rate
 depend on the step, and all else is in the checkpoint.  On the same mesh its losses are the same
-bit for bit, on another one to rounding.
+bit for bit, on another one to rounding.  None is begun while steps are skipped, so that the newest
+is from before what made their numbers infinite.
 """
 
 from dataclasses import asdict
@@ -16,12 +17,14 @@ import numpy as np
 
 from mpipar import checkpoint
 from mpipar.checkpoint import Saving
+from mpipar.checkpoint.place import LATEST
 from mpipar.errors import ConfigError, MpiparError, explain
 from mpipar.optim import Optimizer
 from mpipar.parallel.mesh import Mesh
 from mpipar.train.agree import mark
 from mpipar.train.config import TrainConfig
 from mpipar.train.held import Held
+from mpipar.train.step import Streak
 
 FREE = ("seed", "dropout")  # settings of a model that may be others when a run goes on
 
@@ -29,24 +32,31 @@ FREE = ("seed", "dropout")  # settings of a model that may be others when a run 
 class Checkpoints:
     """Saves a run and goes on with it, as its settings say."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, held: Held, optimizer: Optimizer) -> None:
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, held: Held, optimizer: Optimizer, streak: Streak
+    ) -> None:
         """Take what there is to save."""
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.streak = config, mesh, streak
         self.tree = {"model": held.saved, "optimizer": optimizer}
         self.saving: Saving | None = None
-        self.newest: Path | None = None  # the latest complete one
+        self.newest = None if config.resume is None else Path(config.resume)  # complete one
         self._step = -1  # of the one begun last
 
-    def resume(self) -> int:
+    def resume(self, again: bool = False) -> int:
         """Collective: load the checkpoint to go on from, if there is one; return its step, or 0.
+
+        again: that may be one that this run has saved.
 
         Raises, on every rank, CheckpointError if there is none, and ConfigError if it is of another
         model or has no step left.
         """
-        if self.config.resume is None:
+        source = self.config.resume
+        if again and self.mesh.world.process_group.raw.bcast(self._has_saved()):
+            source = self.config.save
+        if source is None:
             return 0
         try:
-            loaded = checkpoint.load(self.config.resume, self.tree, self.mesh)
+            loaded = checkpoint.load(source, self.tree, self.mesh)
             return self._check(loaded["state"])
         except MpiparError as error:  # all ranks have it
             raise mark(error) from None
@@ -58,20 +68,21 @@ class Checkpoints:
             return
         if self.saving is not None and self._is_written():
             self._complete()
-        if step == config.steps or (config.save_every and step % config.save_every == 0):
+        due = config.save_every and step % config.save_every == 0 and not self.streak.in_row
+        if step == config.steps or due:
             self._begin(step)
 
     def stop(self, step: int) -> Path | None:
         """Collective: leave a complete checkpoint of this step; return where, if any are saved."""
         if self.config.save is not None and self._step != step:
             self._begin(step)
-        self.finish()
-        return self.newest
+        return self.finish()
 
-    def finish(self) -> None:
-        """Collective: complete the checkpoint that is being written."""
+    def finish(self) -> Path | None:
+        """Collective: complete the checkpoint that is being written; return the newest, if any."""
         if self.saving is not None:
             self._complete()
+        return self.newest
 
     def _begin(self, step: int) -> None:
         """Collective: begin a checkpoint, when the one before is complete."""
@@ -79,6 +90,7 @@ class Checkpoints:
         config = self.config
         assert config.save is not None
         state = {"step": step, "model": asdict(config.model_config())}
+        state["skipped"] = self.streak.count
         how: dict[str, Any] = {"step": step, "keep": config.keep, "async_op": True}
         try:
             self.saving = checkpoint.save(
@@ -97,6 +109,10 @@ class Checkpoints:
         finally:
             self.saving = None
 
+    def _has_saved(self) -> bool:
+        """Say whether there is a checkpoint where this run saves."""
+        return self.config.save is not None and Path(self.config.save, LATEST).exists()
+
     def _is_written(self) -> bool:
         """Collective: say whether all ranks have written their shares."""
         assert self.saving is not None
@@ -114,4 +130,5 @@ class Checkpoints:
         if step >= self.config.steps:
             rule = f"it counts all steps, and the checkpoint {self.config.resume} has taken {step}"
             raise ConfigError(explain("steps", self.config.steps, rule, "Pass more --steps"))
+        self.streak.count = int(state.get("skipped", 0))
         return step

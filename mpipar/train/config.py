@@ -102,6 +102,9 @@ class TrainConfig:
     """Of AdamW, on matrices only."""
     clip: float = 1.0
     """Norm that gradients are clipped to; 0 for no clipping."""
+    max_skipped: int = 10
+    """Steps in a row that may be left out because loss or gradient is not finite; so many end the
+    run."""
 
     balance: Number = None
     """What each block's balance loss, 1 where experts are used evenly, counts in what is minimised,
@@ -118,9 +121,10 @@ class TrainConfig:
     sample: int = 160
     """Tokens of text to generate at the end."""
     log: File = None
-    """File for lines of JSON: step, loss, lr, grad_norm, tokens_per_s, mfu, comm_s for each step;
-    step, val_loss for each measurement on held-out data. comm_s are the seconds that rank 0 was
-    inside communication calls, waiting included; what travels while it computes is not counted."""
+    """File for lines of JSON: step, loss, lr, grad_norm, tokens_per_s, mfu, comm_s, skipped for
+    each step; step, val_loss for each measurement on held-out data. comm_s are the seconds that
+    rank 0 was inside communication calls, waiting included; what travels while it computes is not
+    counted. skipped are the steps left out so far; their loss or grad_norm may be null."""
     plot: File = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 
@@ -132,6 +136,10 @@ class TrainConfig:
     """Newest checkpoints to leave; all if not given."""
     resume: File = None
     """Checkpoint to go on from, of any mesh, or a folder of them, of which it is the newest."""
+
+    elastic: bool = False
+    """Go on without ranks that die: dp shrinks, and the step is taken again; for Open MPI under
+    mpiexec --with-ft ulfm."""
 
     recompute: bool = False
     """Keep only the inputs of each block for backward, and run the block again there: less memory,

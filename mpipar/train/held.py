@@ -68,6 +68,7 @@ class Held:
         self.config, self.fsdp = config.model_config(), config.fsdp
         self.data: Communicator = mesh.group("dp", "cp")
         self.attention = Attention(attention_over(mesh, config.layout))
+        self.shared = False if config.elastic else None  # no window outlives one of its ranks
         self.balance = config.balance_weight
         self.same_experts = mesh.group("edp") if config.ep > 1 else None
         how: dict[str, Any] = {"capacity_factor": config.capacity_factor}
@@ -78,7 +79,7 @@ class Held:
     def wrapped(self, module: Any) -> DataParallel | FSDP:
         """Collective over `data`: let the gradients of a module be summed over its ranks."""
         if self.fsdp == "none":
-            return DataParallel(module, self.data, op="sum")
+            return DataParallel(module, self.data, op="sum", shared=self.shared)
         blocks = list(module.blocks.values() if isinstance(module.blocks, dict) else module.blocks)
         return FSDP(module, self.data, FsdpConfig(STRATEGIES[self.fsdp]), blocks, op="sum")
 

@@ -14,32 +14,31 @@ numbers of sequences (8 on 3 ranks are 3, 3, 2) and micro-batches unequal number
 Which sequences, weights and dropout masks there are depends on seed, step and global index only.
 """
 
-import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpipar.comm import clock
 from mpipar.comm.choice import read_table, table_path
-from mpipar.errors import NonFiniteError, explain
 from mpipar.kernels import native
 from mpipar.models.transformer import IGNORE
 from mpipar.optim import AdamW, cosine
-from mpipar.parallel.clip import clip_factor, clip_grad_norm
 from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.mesh import Mesh
 from mpipar.train import launch
-from mpipar.train.agree import mark, raise_first, same, together
+from mpipar.train.agree import same, together
 from mpipar.train.checkpoints import Checkpoints
 from mpipar.train.config import TrainConfig
-from mpipar.train.data import Batches, Corpus, Rows, load
+from mpipar.train.data import Batches, Corpus, load
+from mpipar.train.elastic import Course, require_support
 from mpipar.train.held import Held, hold
 from mpipar.train.peak import matmul_rate
 from mpipar.train.report import Facts, Guarded, Report, Row
 from mpipar.train.sample import sample
 from mpipar.train.signals import Signals, name_of
+from mpipar.train.step import require_told, train_step
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,14 +49,17 @@ def train(
     world: "MPI.Intracomm",
     report: Report | None = None,
     signals: Signals | None = None,
+    heir: Callable[[], Report] = Report,
 ) -> list[Row]:
     """Collective: train on all ranks of `world` and return the lines of the log, on every rank.
 
     `report` is told of everything as it happens; pass one on rank 0 only.  `signals` on any rank
     may ask for a stop: the run then saves, if it does, and returns early.
+    `heir` makes the report of a rank that becomes the first because others have died (--elastic).
 
     Raises on every rank together: ConfigError for settings or data that cannot work, MismatchError
-    if the ranks have different ones, NonFiniteError for a loss or gradient that is NaN or infinite.
+    if the ranks have different ones, NonFiniteError if too many steps in a row have a loss or
+    gradient that is NaN or infinite.
     """
     report = report or Report()
     guarded = Guarded(report)
@@ -72,16 +74,38 @@ def train(
         lambda: load(config.data, config.seq, config.vocab, world.rank, world.size),
     )
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
-    together(world, report.open)  # files are emptied only now
     options: dict[str, Any] = {"device": config.device, "reproducible": config.reproducible}
     options["check"] = config.check_collectives
     sizes = config.pp, config.dp, config.cp, config.tp, config.ep
-    with Mesh(world, *sizes, **options) as mesh:
-        return fit(config, mesh, corpus, guarded, signals or Signals())
+    signals = signals or Signals()
+    if not config.elastic:
+        together(world, report.open)  # files are emptied only now
+        with Mesh(world, *sizes, **options) as mesh:
+            return fit(config, mesh, corpus, guarded, signals, Course(world))
+    together(world, lambda: require_support(world.size))
+    course = Course(cast("MPI.Intracomm", world.Dup()))
+    while True:
+        try:
+            together(course.world, guarded.report.open)
+            with Mesh(course.world, *sizes, **options) as mesh:
+                return fit(config, mesh, corpus, guarded, signals, course)
+        except Exception as error:
+            trouble = error
+        left = course.recover(trouble, config)
+        guarded.report.close()
+        if left is None:
+            return course.rows
+        config, sizes = left, (left.pp, left.dp, left.cp, left.tp, left.ep)
+        guarded = Guarded(heir() if course.world.rank == 0 else Report())
 
 
 def fit(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Guarded, signals: Signals
+    config: TrainConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    report: Guarded,
+    signals: Signals,
+    course: Course,
 ) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
     held = hold(config, mesh)
@@ -89,19 +113,25 @@ def fit(
     optimizer = AdamW(held.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
     own = context_positions(config.seq, mesh.cp.size, mesh.cp.rank, config.layout)
     place: dict[str, Any] = {"part": mesh.dp.rank, "parts": mesh.dp.size, "positions": own}
-    checkpoints = Checkpoints(config, mesh, held, optimizer)
-    first = checkpoints.resume() + 1
+    streak, goes_on = course.streak, course.done >= 0
+    streak.most = config.max_skipped
+    checkpoints = Checkpoints(config, mesh, held, optimizer, streak)
+    first = course.begin(mesh, held, optimizer, lambda: checkpoints.resume(goes_on)) + 1
     batches = Batches(corpus, config.seq, config.batch, config.seed, **place)
     facts = measure(config, mesh, corpus, held, first)
     report.begin(facts)
-    rows: list[Row] = []
+    rows = course.rows
+    if goes_on:
+        checkpoints.after(course.done)  # the one that was being written may be lost
     step, asked = first - 1, signals.agree(mesh.world)
     while step < config.steps and not asked:
         step += 1
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), clock.seconds()
         parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
-        taken = train_step(step, parts, held, optimizer, mesh, config.clip, report.failure, signals)
+        told = report.failure, signals, course.commit if config.elastic else None
+        taken = train_step(step, parts, held, optimizer, mesh, config.clip, *told)
+        course.done = step
         speed, asked = taken.tokens / (time.perf_counter() - start), taken.asked
         row: Row = {
             "step": step,
@@ -111,9 +141,12 @@ def fit(
             "tokens_per_s": speed,
             "mfu": speed * facts.flops_per_token / facts.peak,
             "comm_s": clock.seconds() - waited,
+            "skipped": streak.after(taken),
         }
         rows.append(row)
         report.step(row)
+        if streak.is_too_long:
+            raise streak.error(step, taken, checkpoints.finish())
         due = step == config.steps or (config.eval_every and step % config.eval_every == 0)
         if due and not asked:
             value, asked = evaluate(held, batches, config, mesh, signals)
@@ -131,70 +164,6 @@ def fit(
     require_told(report.failure, mesh)
     held.destroy()
     return rows
-
-
-class Taken(NamedTuple):
-    """What came of a step, the same on every rank."""
-
-    loss: float  # the mean of the global batch
-    norm: float  # of its gradient, before clipping
-    tokens: int  # that count
-    asked: int  # the number of a signal that asks for a stop, or 0
-
-
-def train_step(
-    step: int,
-    parts: Sequence[Rows],
-    held: Held,
-    optimizer: AdamW,
-    mesh: Mesh,
-    clip: float,
-    failure: str = "",
-    signals: Signals | None = None,
-) -> Taken:
-    """Take one step over this rank's micro-batches.
-
-    signals: what may ask this rank for a stop.  Raises NonFiniteError on every rank if loss or norm
-    is NaN or infinite, and ConfigError if `failure`, what went wrong with this rank's report, is
-    not empty on any.
-    """
-    tokens = count_tokens(parts, held)
-    optimizer.zero_grad()
-    with np.errstate(over="ignore", invalid="ignore"):  # see judge
-        terms = [held.learn(rows, step, tokens, rows is parts[-1]) for rows in parts]
-        loss = float(held.data.all_reduce(np.array([sum(terms)]))[0])
-        norm = clip_grad_norm(held.parameters(), None, mesh)
-    asked = judge(step, loss, norm, mesh, failure, signals.asked if signals else 0)
-    optimizer.step(clip_factor(norm, clip) if clip else 1.0)
-    return Taken(loss, norm, tokens, asked)
-
-
-def count_tokens(parts: Sequence[Rows], held: Held) -> int:
-    """Return the number of valid targets in the global batch."""
-    mine = sum(np.count_nonzero(rows.targets != IGNORE) for rows in parts)
-    return int(held.data.all_reduce(np.array([mine], np.int64))[0])
-
-
-def judge(step: int, loss: float, norm: float, mesh: Mesh, failure: str, asked: int) -> int:
-    """Collective: let all ranks know what any has seen; return the signal that came, or 0.
-
-    Raises NonFiniteError on every rank if the loss or the norm is not finite on any, and
-    ConfigError if `failure` is not empty on any.
-    """
-    seen = [not math.isfinite(loss), not math.isfinite(norm), failure != "", asked]
-    bad_loss, bad_norm, failed, asked = mesh.world.all_reduce(np.array(seen, np.int32), op="max")
-    if failed:
-        require_told(failure, mesh)
-    if bad_loss or bad_norm:
-        name, value = ("loss", loss) if bad_loss else ("grad_norm", norm)
-        fix = "Try a lower --lr, a longer --warmup, or --clip 1"
-        raise mark(NonFiniteError(explain(name, value, f"it is not finite in step {step}", fix)))
-    return int(asked)
-
-
-def require_told(failure: str, mesh: Mesh) -> None:
-    """Raise ConfigError on every rank if a report failed on any."""
-    raise_first(mesh.world.process_group.raw.allgather(("ConfigError", failure)))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -58,7 +58,8 @@ class Display(Report):
         )
         self.say(f"peak of matrix products, all ranks together: {count(facts.peak)}FLOP/s")
         if facts.first > 1:
-            self.say(f"goes on after step {facts.first - 1} of {self.config.resume}")
+            source = f" of {self.config.resume}" if self.config.resume else ""
+            self.say(f"goes on after step {facts.first - 1}{source}")
         if self.bar is not None and self.task is not None:
             self.bar.start()
             self.bar.update(self.task, completed=facts.first - 1)
@@ -71,6 +72,8 @@ class Display(Report):
             f"loss {row['loss']:.4f}   {count(row['tokens_per_s'])} tokens/s   "
             f"MFU {row['mfu']:.0%}   communication {row['comm_s'] / seconds:.0%}"
         )
+        if row["skipped"]:
+            told += f"   skipped {row['skipped']}"
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, advance=1, told=told)
         elif step == 1 or step % self.every == 0 or step == self.config.steps:

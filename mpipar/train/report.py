@@ -157,6 +157,11 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
+def _number(value: Any) -> Any:
+    """Return None, JSON's null, for a number that JSON has not."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class JsonLog(Report):
     """Writes a line of JSON for each step and each validation, as soon as it is known.
 
@@ -197,7 +202,7 @@ class JsonLog(Report):
         if self.file is None:
             return
         try:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(json.dumps({name: _number(row[name]) for name in row}) + "\n")
             self.file.flush()
         except OSError as error:
             self.close()

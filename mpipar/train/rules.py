@@ -24,7 +24,7 @@ Start = Callable[[int], str]  # number of ranks -> the command that starts them
 COUNTS = (
     *("dp", "tp", "pp", "cp", "layers", "dim", "heads", "kv_heads", "hidden", "vocab", "seq"),
     *("batch", "accumulate", "steps", "eval_batches", "chunks", "microbatches", "ep", "top_k"),
-    "keep",
+    *("keep", "max_skipped"),
 )  # settings of at least 1
 USUAL = {
     **{"vocab": 256, "layers": 4, "dim": 128, "seq": 128, "batch": 8, "sample": 160},
@@ -171,6 +171,8 @@ def _experts(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     yield "ep", plane % ep == 0, rule, fix
     rule = f"each of the ep={ep} ranks has at least one expert"
     yield "experts", experts >= ep, rule, f"Pass --experts {ep} or more, or less --ep"
+    rule = "experts that are spread over ranks have no replica that could go on"
+    yield "elastic", not config.elastic or ep == 1, rule, "Leave it out, or pass --ep 1"
     rule = "experts that are spread over ranks are not cut again"
     yield "fsdp", config.fsdp == "none" or ep == 1, rule, "Pass --fsdp none, or --ep 1"
 

@@ -32,7 +32,7 @@ def test_a_run_writes_log_plot_and_sample(tmp_path: Path) -> None:
     assert result.stderr == ""
     rows = read(log)
     steps = [row for row in rows if "loss" in row]
-    names = ["step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "comm_s"]
+    names = ["step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "comm_s", "skipped"]
     assert all(list(row) == names for row in steps)
     assert [row["step"] for row in steps] == list(range(1, 31))
     assert [row["step"] for row in rows if "val_loss" in row] == [15, 30]
