@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpipar.arrays import Array, is_device
 from mpipar.arrays import dtype as dtype_of
 from mpipar.comm.buffers import DTYPES, as_array
 from mpipar.comm.calls import Call, check_rank
@@ -13,7 +14,7 @@ from mpipar.comm.group import ProcessGroup
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 
 Sizes = Sequence[int] | str | None
-HEADER = 16  # int64: dtype number, dimensions, whether a Tensor, shape
+HEADER = 16  # int64: dtype number, dimensions, 1 if a Tensor and 2 if on the device, shape
 
 
 def _is_size(size: object) -> bool:
@@ -26,6 +27,7 @@ class Announced(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     differentiable: bool
+    device: bool
 
 
 def gathered_sizes(group: ProcessGroup, own: int, sizes: Sizes) -> tuple[int, ...]:
@@ -68,8 +70,9 @@ def announce(
     told = np.empty(HEADER, np.int64)
     call = Call("broadcast", "auto", None, told.dtype, (HEADER,), src)
     group.start(call, header, told, lambda: None)
-    number, ndim, tensor = told[:3].tolist()
-    kind = Announced(tuple(told[3 : 3 + ndim].tolist()), dtype_of(DTYPES[number]), bool(tensor))
+    number, ndim, flags = told[:3].tolist()
+    shape = tuple(told[3 : 3 + ndim].tolist())
+    kind = Announced(shape, dtype_of(DTYPES[number]), bool(flags & 1), bool(flags & 2))
     with checking(group, name):
         if template and x is not None and (x.shape, x.dtype) != kind[:2]:
             raise BufferMismatchError(
@@ -83,7 +86,7 @@ def announce(
     return kind
 
 
-def _header(x: np.ndarray | None, differentiable: bool, src: int) -> np.ndarray:
+def _header(x: Array | None, differentiable: bool, src: int) -> np.ndarray:
     if x is None:
         raise BufferMismatchError(
             explain(
@@ -95,7 +98,7 @@ def _header(x: np.ndarray | None, differentiable: bool, src: int) -> np.ndarray:
             explain("x.ndim", x.ndim, f"at most {HEADER - 3} dimensions", "Reshape it")
         )
     header = np.zeros(HEADER, np.int64)
-    header[:3] = DTYPES.index(x.dtype.name), x.ndim, differentiable
+    header[:3] = DTYPES.index(x.dtype.name), x.ndim, differentiable + 2 * is_device(x)
     header[3 : 3 + x.ndim] = x.shape
     return header
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpipar.comm.buffers import flat
+from mpipar.arrays import Array
+from mpipar.comm.buffers import empty, flat
 from mpipar.errors import BufferMismatchError, explain
 from mpipar.partition import offsets
 
@@ -33,22 +34,22 @@ def is_outermost(shape: Sequence[int], dim: int) -> bool:
     return math.prod(shape[:dim]) == 1
 
 
-def pack(x: np.ndarray, dim: int, sizes: Sequence[int]) -> np.ndarray:
+def pack(x: Array, dim: int, sizes: Sequence[int]) -> Array:
     """Return the blocks of `x` along `dim`, flat, one behind the other."""
     if is_outermost(x.shape, dim):
         return flat(x)
-    packed = np.empty(x.size, x.dtype)
+    packed = empty(x.size, x)
     rest = x.size // max(1, x.shape[dim])
     for start, size in zip(offsets(sizes), sizes, strict=True):
         block = packed[start * rest : (start + size) * rest]
         part = x[(slice(None),) * dim + (slice(start, start + size),)]
-        np.copyto(block.reshape(part.shape), part)
+        block.reshape(part.shape)[...] = part
     return packed
 
 
-def unpack(packed: np.ndarray, out: np.ndarray, dim: int, sizes: Sequence[int]) -> None:
+def unpack(packed: Array, out: Array, dim: int, sizes: Sequence[int]) -> None:
     """Write the flat blocks to their places along `dim` of `out`."""
     rest = out.size // max(1, out.shape[dim])
     for start, size in zip(offsets(sizes), sizes, strict=True):
         part = out[(slice(None),) * dim + (slice(start, start + size),)]
-        np.copyto(part, packed[start * rest : (start + size) * rest].reshape(part.shape))
+        part[...] = packed[start * rest : (start + size) * rest].reshape(part.shape)

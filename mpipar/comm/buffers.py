@@ -1,4 +1,4 @@
-"""What MPI may be given: contiguous host memory, as bytes, in pieces that fit its counts.
+"""What MPI may be given: contiguous memory, as bytes, in pieces that fit its counts.
 
 Point-to-point messages travel as bytes, whatever the dtype (the additions are ours).  Only the
 library's own reductions need an MPI datatype; 16-bit floats have none there, on purpose: MPI
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpipar.arrays import Array, module
+from mpipar.arrays import Array, is_device, module, module_of
 from mpipar.errors import BufferMismatchError, DtypeMismatchError, explain
 
 LIMIT = 2**31 - 2**16
@@ -41,13 +41,14 @@ _LIBRARY_TYPES = {
 }
 
 
-def as_array(x: Any, parameter: str = "x") -> np.ndarray:
-    """Return `x` as a NumPy array of a numeric dtype, in this machine's byte order.
+def as_array(x: Any, parameter: str = "x") -> Array:
+    """Return `x` as an array of a numeric dtype, in this machine's byte order; NumPy's if it is no
+    device array.
 
     Raises DtypeMismatchError for a dtype that is not one of DTYPES.
     """
     try:
-        array = x if type(x) is np.ndarray else np.asarray(x)
+        array = x if type(x) is np.ndarray or is_device(x) else np.asarray(x)
     except ValueError as error:  # ragged lists
         raise DtypeMismatchError(
             explain(parameter, type(x).__name__, f"it must be an array ({error})", "Pass one")
@@ -61,25 +62,45 @@ def as_array(x: Any, parameter: str = "x") -> np.ndarray:
                 "Convert it",
             )
         )
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return (
+        array
+        if array.dtype.isnative or is_device(array)
+        else array.astype(array.dtype.newbyteorder("="))
+    )
 
 
-def flat(x: np.ndarray) -> np.ndarray:
+def flat(x: Array) -> Array:
     """Return `x` as one dimension in row-major order; a copy only if it is not contiguous."""
-    return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+    return x.reshape(-1) if x.flags.c_contiguous else module_of(x).ascontiguousarray(x).reshape(-1)
+
+
+def empty(shape: int | tuple[int, ...], like: Array) -> Array:
+    """Return a new array of the dtype of `like`, where that lives."""
+    return module_of(like).empty(shape, like.dtype)
+
+
+def address(x: Array) -> int:
+    """Return where the first element of x lies."""
+    return int(x.data.ptr) if is_device(x) else x.ctypes.data
 
 
 def result_array(
-    out: Any, shape: tuple[int, ...], dtype: np.dtype, parameter: str = "out"
-) -> np.ndarray:
+    out: Any, shape: tuple[int, ...], dtype: np.dtype, device: bool = False, parameter: str = "out"
+) -> Array:
     """Return `out` after checking that a result of this shape and dtype fits, or a new array.
 
+    It is a device array if `device`, and else one of the host.
     Raises BufferMismatchError if the shape differs or `out` is not contiguous and writable, and
     DtypeMismatchError if the dtype differs.  Nothing is written before the check.
     """
     if out is None:
-        return np.empty(shape, dtype)
-    if type(out) not in (np.ndarray, np.memmap):
+        return module("cuda" if device else "cpu").empty(shape, dtype)
+    if is_device(out) != device:
+        rule = f"the result lives on the {'device' if device else 'host'}, as x does"
+        raise BufferMismatchError(
+            explain(parameter, type(out).__name__, rule, "Pass such an array")
+        )
+    if not device and type(out) not in (np.ndarray, np.memmap):
         raise DtypeMismatchError(
             explain(parameter, type(out).__name__, "it must be a plain array", "Pass one, or None")
         )
@@ -91,11 +112,12 @@ def result_array(
         raise DtypeMismatchError(
             explain(f"{parameter}.dtype", str(out.dtype), f"it must be {dtype}", "Pass that")
         )
-    if not out.flags.c_contiguous or not out.flags.writeable:
+    writable = device or out.flags.writeable  # CuPy has no read-only arrays
+    if not out.flags.c_contiguous or not writable:
         raise BufferMismatchError(
             explain(
                 parameter,
-                f"strides {out.strides}, writeable {out.flags.writeable}",
+                f"strides {out.strides}, writeable {writable}",
                 "a receive buffer must be contiguous and writable",
                 "Pass such an array, or out=None and copy the result",
             )
@@ -103,9 +125,9 @@ def result_array(
     return out
 
 
-def require_apart(x: np.ndarray, out: Any, same_place: bool, form: str) -> None:
+def require_apart(x: Array, out: Any, same_place: bool, form: str) -> None:
     """Raise BufferMismatchError if x and out overlap, unless they do so in the one allowed form."""
-    if out is not None and not same_place and np.may_share_memory(x, out):
+    if out is not None and not same_place and module_of(x).may_share_memory(x, out):
         raise BufferMismatchError(
             explain("out", "memory of x", f"it must not overlap x{form}", "Pass another array")
         )
@@ -129,10 +151,14 @@ def library_type(dtype: np.dtype) -> MPI.Datatype:
         ) from None
 
 
-def pieces(data: np.ndarray) -> Iterator[list]:
-    """Yield the buffer triples for a run of bytes (a uint8 array), none longer than LIMIT."""
-    for start in range(0, data.size, LIMIT):
-        part = data[start : start + LIMIT]
+def pieces(data: np.ndarray, limit: int = 0) -> Iterator[list]:
+    """Yield the buffer triples for a run of bytes (a uint8 array), none longer than `limit`.
+
+    That is LIMIT if it is 0.
+    """
+    step = limit or LIMIT
+    for start in range(0, data.size, step):
+        part = data[start : start + step]
         yield [part, part.size, MPI.BYTE]
     if not data.size:
         yield [data, 0, MPI.BYTE]

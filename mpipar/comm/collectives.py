@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.arrays import Array, is_device, module
 from mpipar.comm.announce import Announced, Sizes, gathered_sizes
 from mpipar.comm.binding import axis, is_outermost, pack, unpack, with_size
-from mpipar.comm.buffers import as_array, flat, require_apart, result_array
+from mpipar.comm.buffers import address, as_array, empty, flat, require_apart, result_array
 from mpipar.comm.calls import Call, check_rank, operation
 from mpipar.comm.check import checking
 from mpipar.comm.group import ProcessGroup
@@ -28,7 +29,7 @@ def all_reduce(
     """Every rank gets the reduction of all ranks' x."""
     with checking(group, "all_reduce") as agreed:
         x = as_array(x)
-        result = result_array(out, x.shape, x.dtype)
+        result = result_array(out, x.shape, x.dtype, is_device(x))
         require_apart(x, out, _same_place(x, result, 0, x.size), ", except as x itself")
         call = Call("all_reduce", group.asked(algorithm), operation(op), x.dtype, (x.size,))
         if agreed.wanted:
@@ -49,8 +50,8 @@ def reduce(
             agreed.on(x.dtype, f"shape {x.shape}, op={operation(op)}, dst={dst}")
             group.validate(call)
     if group.rank != dst:
-        return group.start(call, flat(x), np.empty(0, x.dtype), lambda: None, async_op)
-    result = np.empty(x.shape, x.dtype)
+        return group.start(call, flat(x), empty(0, x), lambda: None, async_op)
+    result = empty(x.shape, x)
     return group.start(call, flat(x), result.reshape(-1), lambda: result, async_op)
 
 
@@ -70,7 +71,7 @@ def reduce_scatter(
         dim = axis(dim, x.ndim)
         cut = tuple(sizes) if sizes is not None else blocks(x.shape[dim], group.size)
         _sizes(group, cut, x.shape[dim])
-        result = result_array(out, with_size(x.shape, dim, cut[group.rank]), x.dtype)
+        result = result_array(out, with_size(x.shape, dim, cut[group.rank]), x.dtype, is_device(x))
         rest = _rest(x.shape, dim)
         counts = tuple(size * rest for size in cut)
         own = sum(counts[: group.rank]), counts[group.rank]
@@ -104,7 +105,7 @@ def all_gather(
     with checking(group, "all_gather") as agreed:
         _own(group, cut, x.shape[dim])
         shape = with_size(x.shape, dim, sum(cut))
-        result = result_array(out, shape, x.dtype)
+        result = result_array(out, shape, x.dtype, is_device(x))
         rest = _rest(x.shape, dim)
         counts = tuple(size * rest for size in cut)
         own = sum(counts[: group.rank]), counts[group.rank]
@@ -117,9 +118,9 @@ def all_gather(
             group.validate(call)
     if is_outermost(shape, dim):
         return group.start(call, flat(x), result.reshape(-1), lambda: result, async_op)
-    packed = np.empty(result.size, x.dtype)
+    packed = empty(result.size, x)
 
-    def finish() -> np.ndarray:
+    def finish() -> Array:
         unpack(packed, result, dim, cut)
         return result
 
@@ -143,14 +144,12 @@ def gather(
     how = group.asked(algorithm)
     call = Call("gather", how, None, x.dtype, counts, dst, dims=(dim,))
     if group.rank != dst:
-        return group.start(call, flat(x), np.empty(0, x.dtype), lambda: None, async_op)
-    result = np.empty(with_size(x.shape, dim, sum(cut)), x.dtype)
-    packed = (
-        result.reshape(-1) if is_outermost(result.shape, dim) else np.empty_like(result).reshape(-1)
-    )
+        return group.start(call, flat(x), empty(0, x), lambda: None, async_op)
+    result = empty(with_size(x.shape, dim, sum(cut)), x)
+    packed = result.reshape(-1) if is_outermost(result.shape, dim) else empty(result.size, result)
 
-    def finish() -> np.ndarray:
-        if packed.base is not result:
+    def finish() -> Array:
+        if not is_outermost(result.shape, dim):
             unpack(packed, result, dim, cut)
         return result
 
@@ -168,13 +167,14 @@ def broadcast(
 ) -> Any:
     """Every rank gets the x of `src`, whose shape and dtype were announced."""
     with checking(group, "broadcast"):
-        result = result_array(out, kind.shape, kind.dtype)
+        device = kind.device if x is None is out else is_device(x) or is_device(out)
+        result = result_array(out, kind.shape, kind.dtype, device)
         if x is not None:
             same = _same_place(x, result, 0, result.size)
             require_apart(x, out, same, ", except as x itself")
     count = math.prod(kind.shape)
     call = Call("broadcast", group.asked(algorithm), None, kind.dtype, (count,), src)
-    source = flat(as_array(x)) if group.rank == src else np.empty(0, kind.dtype)
+    source = flat(as_array(x)) if group.rank == src else empty(0, result)
     return group.start(call, source, result.reshape(-1), lambda: result, async_op)
 
 
@@ -197,8 +197,9 @@ def scatter(
     counts = tuple(size * rest for size in cut)
     how = group.asked(algorithm)
     call = Call("scatter", how, None, kind.dtype, counts, src, dims=(dim,))
-    result = np.empty(with_size(kind.shape, dim, cut[group.rank]), kind.dtype)
-    source = pack(as_array(x), dim, cut) if group.rank == src else np.empty(0, kind.dtype)
+    xp = module("cuda" if kind.device else "cpu")
+    result = xp.empty(with_size(kind.shape, dim, cut[group.rank]), kind.dtype)
+    source = pack(as_array(x), dim, cut) if group.rank == src else empty(0, result)
     return group.start(call, source, result.reshape(-1), lambda: result, async_op)
 
 
@@ -249,11 +250,11 @@ def all_to_all(
             agreed.on(x.dtype, f"gathered {gathered}, scattered {scattered}")
             group.validate(call)
     shape = with_size(x.shape, scatter_dim, scattered[group.rank])
-    result = np.empty(with_size(shape, gather_dim, sum(gathered)), x.dtype)
+    result = empty(with_size(shape, gather_dim, sum(gathered)), x)
     outermost = is_outermost(result.shape, gather_dim)
-    packed = result.reshape(-1) if outermost else np.empty(result.size, x.dtype)
+    packed = result.reshape(-1) if outermost else empty(result.size, x)
 
-    def finish() -> np.ndarray:
+    def finish() -> Array:
         if not outermost:
             unpack(packed, result, gather_dim, gathered)
         return result
@@ -280,7 +281,7 @@ def exchange(group: ProcessGroup, x: Any, counts: Sequence[Sequence[int]]) -> An
         if agreed.wanted:
             agreed.on(x.dtype, f"rows {x.shape[1:]}, counts {cut}")
             group.validate(call)
-    result = np.empty((came, *x.shape[1:]), x.dtype)
+    result = empty((came, *x.shape[1:]), x)
     return group.start(call, flat(x), result.reshape(-1), lambda: result)
 
 
@@ -309,7 +310,7 @@ def shift(
             shape = with_size(shape, dim, sizes[(group.rank - offset) % group.size])
             counts = tuple(size * _rest(shape, dim) for size in sizes)
             loose = f"shape {with_size(shape, dim, 0)}, dim={dim}, sizes={tuple(sizes)}"
-        result = result_array(out, shape, x.dtype)
+        result = result_array(out, shape, x.dtype, is_device(x))
         require_apart(x, out, group.size == 1, "")
         if agreed.wanted:
             agreed.on(x.dtype, f"{loose}, offset={offset}")
@@ -335,10 +336,10 @@ def _rest(shape: Sequence[int], dim: int) -> int:
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def _same_place(part: np.ndarray, whole: np.ndarray, start: int, count: int) -> bool:
+def _same_place(part: Array, whole: Array, start: int, count: int) -> bool:
     """Say whether `part` lies exactly at these elements of the contiguous `whole`."""
-    address = whole.ctypes.data + start * whole.dtype.itemsize
-    return part.flags.c_contiguous and part.size == count and part.ctypes.data == address
+    place = address(whole) + start * whole.dtype.itemsize
+    return part.flags.c_contiguous and part.size == count and address(part) == place
 
 
 def _sizes(group: ProcessGroup, sizes: tuple[int, ...], total: int) -> None:

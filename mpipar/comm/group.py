@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import numpy as np
 from mpi4py import MPI
 
 from mpipar import schedule as schedules
-from mpipar.comm import abort, choice, clock, library, node, roster, waiting
+from mpipar.arrays import Array, is_device
+from mpipar.comm import abort, choice, clock, device, library, node, roster, waiting
 from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, describe
+from mpipar.comm.device_run import DeviceExecution, device_fold
 from mpipar.comm.flight import DESTROY, Flight, Record, describe_groups
 from mpipar.comm.persistent import Persistent
 from mpipar.comm.plan import compile_plan
@@ -28,6 +29,7 @@ from mpipar.comm.prepare import Prepared, dividing, fold_of, layout_of
 from mpipar.comm.run import Execution, Requests, ScratchPool
 from mpipar.comm.shared_memory import Windows
 from mpipar.comm.small import Key, SmallReduce
+from mpipar.comm.staging import Transfers
 from mpipar.errors import (
     ConfigError,
     DestroyedError,
@@ -58,9 +60,10 @@ class ProcessGroup:
         check: bool = False,
         timeout: float = 600.0,
         segment_bytes: int | None = None,
+        on: str = "cpu",
     ) -> None:
         abort.install()
-        options = (algorithm, reproducible, check, timeout, segment_bytes)
+        options = (algorithm, reproducible, check, timeout, segment_bytes, on)
         wrong = _wrong_option(algorithm, timeout, segment_bytes)
         self.raw = raw.Dup()
         self.raw.Set_errhandler(MPI.ERRORS_RETURN)
@@ -75,6 +78,11 @@ class ProcessGroup:
         self.timeout, self.segment_bytes = timeout, segment_bytes
         node.set_blas_threads(self.nodes)
         waiting.set_oversubscribed(node.local_ranks(self.nodes) > node.cores())
+        self.lane: device.Lane | None = None
+        if on == "cuda":
+            self.lane = device.agree(self.raw, node.local_rank(self.nodes))
+            self.between = Transfers(self.raw, MESSAGE_TAG, self.lane)
+            self.messages = 0
         self.table = self._agree_table()
         self.flight = Flight(self.raw, self.name, timeout)
         self.calls: Counter[str] = Counter()
@@ -206,8 +214,8 @@ class ProcessGroup:
     def start(
         self,
         call: Call,
-        source: np.ndarray,
-        output: np.ndarray,
+        source: Array,
+        output: Array,
         finish: Callable[[], Any],
         async_op: bool = False,
     ) -> Any:
@@ -222,9 +230,12 @@ class ProcessGroup:
         try:
             persistent = prepared.persistent
             if persistent is not None and not async_op:
-                persistent.input[:] = source
+                persistent.input[:] = source if self.lane is None else device.read(source)
                 persistent.run()
-                output[:] = persistent.output
+                if self.lane is None:
+                    output[:] = persistent.output
+                else:
+                    device.write(output, persistent.output)
                 result = finish()
             else:
                 handle = record.handle = self._launch(call, prepared, source, output, finish)
@@ -239,8 +250,8 @@ class ProcessGroup:
         self,
         call: Call,
         prepared: Prepared,
-        source: np.ndarray,
-        output: np.ndarray,
+        source: Array,
+        output: Array,
         finish: Callable[[], Any],
     ) -> Execution | Requests:
         if prepared.plan is None:
@@ -251,18 +262,15 @@ class ProcessGroup:
                 finish = dividing(output, prepared.divisor, finish)
             return Requests([request], self.flight, finish, "inside the MPI library")
         tag = SEQUENCE_TAG + ((self.sequence & 0x3FFF) << 8) + (prepared.signature & 0xFF)
-        return Execution(
-            self.raw,
-            prepared.plan,
-            source,
-            output,
-            tag,
-            prepared.fold,
-            prepared.divisor,
-            self.pool,
-            self.flight,
-            finish,
-        )
+        how = {"plan": prepared.plan, "source": source, "output": output, "tag": tag}
+        how |= {"divisor": prepared.divisor, "pool": self.pool, "watchdog": self.flight}
+        if self.lane is None:
+            return Execution(self.raw, fold=prepared.fold, finish=finish, **how)
+        if is_device(source) or is_device(output):
+            fold = device_fold(call.op)
+            return DeviceExecution(self.raw, self.lane, fold=fold, finish=finish, **how)
+        pieces = self.lane.piece_bytes
+        return Execution(self.raw, fold=prepared.fold, finish=finish, piece_bytes=pieces, **how)
 
     # -- preparing -------------------------------------------------------------------------------
 
@@ -302,10 +310,17 @@ class ProcessGroup:
         """
         check_op(call)
         wanted = allowed(call, self.algorithm, self.reproducible)
+        if self.lane is not None and (wanted == "mpi" or isinstance(call.op, UserOp)):
+            what = ("algorithm", "mpi") if wanted == "mpi" else ("op", "an MPI.Op")
+            rule = "the arrays of this communicator may be the GPU's, which the library cannot add"
+            raise ConfigError(explain(*what, rule, 'Use "auto" and a name'))
         if wanted != "auto":
             return wanted
         nbytes = sum(call.sizes) * call.dtype.itemsize
-        return choice.choose(call.collective, nbytes, self.size, self.nodes, self.table)
+        chosen = choice.choose(call.collective, nbytes, self.size, self.nodes, self.table)
+        if chosen == "mpi" and self.lane is not None:
+            return choice.choose(call.collective, nbytes, self.size, self.nodes, choice.Table({}))
+        return chosen
 
     def _compile(self, call: Call, prepared: Prepared, nbytes: int) -> None:
         made = schedules.make(

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpipar.arrays import Array, is_device, module
 from mpipar.arrays import dtype as dtype_of
 from mpipar.comm import buffers
 from mpipar.comm.calls import check_rank
+from mpipar.comm.device_run import DeviceRequests
 from mpipar.comm.flight import Record
 from mpipar.comm.group import MESSAGE_TAG, Handle, ProcessGroup
 from mpipar.comm.run import Requests
@@ -24,9 +26,12 @@ def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
     """Send x to `dst` (default: the next rank of the ring)."""
     dst = _peer(group, dst, 1, "dst")
     x = buffers.as_array(x)
-    requests = _post_send(group, x, dst, synchronous=not async_op)
     what = f"send({x.dtype.name}, shape {x.shape}, dst={dst})"
-    handle = Requests(requests, group.flight, lambda: None, what)
+    if group.lane is not None:
+        handle: Requests = _between(group, what, None, (x, dst, not async_op))
+    else:
+        requests = _post_send(group, x, dst, synchronous=not async_op)
+        handle = Requests(requests, group.flight, lambda: None, what)
     group.flight.note(Record(0, what, handle, sends_to=-1 if async_op else dst))
     return _result(group, handle, async_op)
 
@@ -37,7 +42,9 @@ def recv(
     """Receive an array of this shape and dtype from `src` (default: the previous of the ring)."""
     src = _peer(group, src, -1, "src")
     result = _empty(shape, dtype)
-    handle = _receiving(group, [], result, src)
+    if group.lane is not None:
+        result = module("cuda").empty(result.shape, result.dtype)
+    handle = _receiving(group, None, result, src)
     return _result(group, handle, async_op)
 
 
@@ -54,7 +61,9 @@ def sendrecv(
     dst, src = _peer(group, dst, 1, "dst"), _peer(group, src, -1, "src")
     x = buffers.as_array(x)
     result = _empty(x.shape if shape is None else shape, x.dtype if dtype is None else dtype)
-    handle = _receiving(group, _post_send(group, x, dst, synchronous=False), result, src)
+    if is_device(x):
+        result = module("cuda").empty(result.shape, result.dtype)
+    handle = _receiving(group, (x, dst, False), result, src)
     return _result(group, handle, async_op)
 
 
@@ -76,16 +85,40 @@ def _post_send(
 
 
 def _receiving(
-    group: ProcessGroup, sends: list[MPI.Request], result: np.ndarray, src: int
+    group: ProcessGroup, sending: tuple[Array, int, bool] | None, result: Array, src: int
 ) -> Requests:
+    what = f"recv({result.dtype.name}, shape {result.shape}, src={src})"
+    if group.lane is not None:
+        handle: Requests = _between(group, what, (result, src), sending)
+        group.flight.note(Record(0, what, handle))
+        return handle
+    sends = [] if sending is None else _post_send(group, *sending)
     data = result.reshape(-1).view(np.uint8)
     triples = list(buffers.pieces(data))
     receives = [group.raw.Irecv(triple, src, MESSAGE_TAG) for triple in triples]
-    what = f"recv({result.dtype.name}, shape {result.shape}, src={src})"
     expected = [triple[1] for triple in triples]
     handle = Requests(receives + sends, group.flight, lambda: result, what, expected)
     group.flight.note(Record(0, what, handle))
     return handle
+
+
+def _between(
+    group: ProcessGroup,
+    what: str,
+    receiving: tuple[Array, int] | None,
+    sending: tuple[Array, int, bool] | None,
+) -> DeviceRequests:
+    """Queue messages in a group of GPUs behind its earlier ones; return the handle."""
+    group.messages += 1
+    number, result = group.messages, None
+    if receiving is not None:
+        result, src = receiving
+        group.between.receive(result.reshape(-1).view(np.uint8), src, number)
+    if sending is not None:
+        x, dst, synchronous = sending
+        post = group.raw.Issend if synchronous else group.raw.Isend
+        group.between.send(buffers.flat(x).view(np.uint8), dst, number, post)
+    return DeviceRequests(group.between, number, group.flight, lambda: result, what)
 
 
 def _result(group: ProcessGroup, handle: Requests, async_op: bool) -> Any:

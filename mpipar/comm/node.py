@@ -113,6 +113,14 @@ def local_ranks(nodes: Nodes) -> int:
     return _launched() or nodes.local_size
 
 
+def local_rank(nodes: Nodes) -> int:
+    """Return this process's number on its node: the launcher's word, else that in the group."""
+    for variable in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
+    return nodes.local_rank
+
+
 def _launched() -> int | None:
     """Return the ranks that the launcher put on this node, or None if it does not say."""
     for variable in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"):

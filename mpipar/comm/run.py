@@ -76,14 +76,16 @@ class Execution:
         pool: ScratchPool,
         watchdog: waiting.Watchdog,
         finish: Callable[[], Any],
+        piece_bytes: int = 0,
     ) -> None:
         self.comm, self._plan, self._tag, self._fold = comm, plan, tag, fold
+        self._piece_bytes = piece_bytes
         self._divisor = divisor
         self._divisor_in_folds = divisor if plan.divides else 1
         self._pool, self._watchdog, self._finish = pool, watchdog, finish
         itemsize = output.dtype.itemsize
         self._itemsize = itemsize
-        self._held = [pool.take(n * itemsize) for n in plan.sizes[KEEP:]]
+        self._held = [self._take_scratch(n * itemsize) for n in plan.sizes[KEEP:]]
         scratch = [
             held[: n * itemsize].view(output.dtype)
             for held, n in zip(self._held, plan.sizes[KEEP:], strict=True)
@@ -105,7 +107,7 @@ class Execution:
         """Advance as far as possible without waiting; say whether the result is there."""
         steps = self._plan.steps
         while not self.done:
-            if self._receives and not self._arrived():
+            if not self._arrived():
                 return False
             following = steps[self._number + 1 : self._number + 2]
             needed = following[0].post_after if following else self._number
@@ -172,9 +174,15 @@ class Execution:
         self._result = self._finish()
         self.done = True
         for buffer in self._held:
-            self._pool.give_back(buffer)
+            self._give_back_scratch(buffer)
         waiting.leave(self.test)
         self._spaces, self._bytes, self._held = [], [], []
+
+    def _take_scratch(self, nbytes: int) -> np.ndarray:
+        return self._pool.take(nbytes)
+
+    def _give_back_scratch(self, buffer: np.ndarray) -> None:
+        self._pool.give_back(buffer)
 
     def _run_folds(self, folds: list[Fold], divisor: int) -> None:
         spaces = self._spaces
@@ -201,7 +209,7 @@ class Execution:
         return self._bytes[space][start * self._itemsize : stop * self._itemsize]
 
     def _receive(self, message: Message) -> None:
-        for triple in buffers.pieces(self._message(message)):
+        for triple in buffers.pieces(self._message(message), self._piece_bytes):
             self._receives.append(self.comm.Irecv(triple, message.peer, self._tag))
             self._expected.append((message.peer, triple[1]))
 
@@ -210,7 +218,7 @@ class Execution:
         requests = [
             post(triple, message.peer, self._tag)
             for message in messages
-            for triple in buffers.pieces(self._message(message))
+            for triple in buffers.pieces(self._message(message), self._piece_bytes)
         ]
         if requests:
             self._sends.append((number, requests))
@@ -225,6 +233,8 @@ class Execution:
 
     def _arrived(self) -> bool:
         """Test the receives of the step; check what was received."""
+        if not self._receives:
+            return True
         try:
             if not MPI.Request.Testall(self._receives, self._statuses):
                 return False
@@ -268,7 +278,7 @@ class Requests:
         if self.done:
             return True
         try:
-            if not MPI.Request.Testall(self._requests, self._statuses):
+            if not self._complete():
                 return False
         except MPI.Exception as error:
             waiting.leave(self.test)
@@ -282,6 +292,9 @@ class Requests:
         self._result = self._finish()
         self.done = True
         return True
+
+    def _complete(self) -> bool:
+        return bool(MPI.Request.Testall(self._requests, self._statuses))
 
     def wait(self) -> Any:
         """Wait for the result and return it."""

@@ -52,7 +52,9 @@ class Communicator:
     ) -> None:
         """Collective over `raw`, which is duplicated; any mpi4py intracommunicator will do.
 
-        device: "cpu" or "cuda", where results of `recv` live.
+        device: "cpu", or "cuda": the ranks' arrays may live on GPUs, this rank's of those that
+        CUDA_VISIBLE_DEVICES leaves by its number on the node.  Results live where x does, those of
+        `recv` on the device.
         algorithm: the default of every call: "auto" or a name in `algorithms(collective)`.
         reproducible: add in rank order, so that every run gives the same bits on every rank.
         check: agree on every call before it sends; a mismatch is an error on all ranks together.
@@ -68,7 +70,7 @@ class Communicator:
         module(device)
         self.device = device
         self.process_group = ProcessGroup(
-            raw, name, algorithm, reproducible, check, timeout, segment_bytes
+            raw, name, algorithm, reproducible, check, timeout, segment_bytes, device
         )
         self.rank, self.size = self.process_group.rank, self.process_group.size
         self.name = self.process_group.name
@@ -295,7 +297,7 @@ class Communicator:
 
         Returns when the peer receives; with async_op at once, with a handle.
         """
-        return messages.send(self.process_group, message_of(x, "send"), dst, async_op)
+        return messages.send(self.process_group, message_of(x, "send", self.device), dst, async_op)
 
     def recv(
         self, shape: Sequence[int], dtype: Any, src: int | None = None, *, async_op: bool = False
@@ -304,8 +306,7 @@ class Communicator:
 
         Raises BufferMismatchError if another number of bytes arrives.
         """
-        result = messages.recv(self.process_group, shape, dtype, src, async_op)
-        return self._home(result, async_op)
+        return messages.recv(self.process_group, shape, dtype, src, async_op)
 
     def sendrecv(
         self,
@@ -318,9 +319,8 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """Send x to `dst` while receiving from `src`; shape and dtype default to those of x."""
-        x = message_of(x, "sendrecv")
-        result = messages.sendrecv(self.process_group, x, dst, shape, dtype, src, async_op)
-        return self._home(result, async_op)
+        x = message_of(x, "sendrecv", self.device)
+        return messages.sendrecv(self.process_group, x, dst, shape, dtype, src, async_op)
 
     def barrier(self) -> None:
         """Return once every rank of the group has called it."""
@@ -357,7 +357,10 @@ class Communicator:
         async_op: bool,
         out: Any = _NO_OUT,
     ) -> Any:
-        """Call the first form for a Tensor, the second for an array, staged if it is a GPU's."""
+        """Call the first form for a Tensor, the second for an array.
+
+        A GPU's array in a communicator of the host goes through host memory as a whole.
+        """
         of_tensor, of_array = forms
         if isinstance(x, Tensor) or getattr(where.get("kind"), "differentiable", False):
             with checking(self.process_group, of_tensor.__name__) as agreed:
@@ -366,28 +369,24 @@ class Communicator:
             return of_tensor.apply(x, comm=self, algorithm=algorithm, **where)
         outs = () if out is _NO_OUT else (out,)
         arguments = (*where.values(), *outs, algorithm, async_op)
-        if self.device == "cpu" and not is_device(x) and not is_device(out):
+        if self.device == "cuda" or not (is_device(x) or is_device(out)):
             return of_array(self.process_group, x, *arguments)
         host = to_host(x) if is_device(x) else x
         arguments = (*where.values(), *(None for _ in outs), algorithm, async_op)
         result = of_array(self.process_group, host, *arguments)
-        return self._home(result, async_op, None if out is _NO_OUT else out)
+        out = None if out is _NO_OUT else out
+        return StagedHandle(result, out) if async_op else bring(result, out)
 
     def _announce(
         self, name: str, x: Any, src: int, template: bool
     ) -> tuple[Any, announce.Announced]:
-        """Tell what `src` sends; returns x on the host, a Tensor as it is."""
+        """Tell what `src` sends; returns x as this communicator takes it, a Tensor as it is."""
         tensor = isinstance(x, Tensor)
         data = x.data if tensor else x
-        host = to_host(data) if is_device(data) else data
-        kind = announce.announce(self.process_group, name, host, src, tensor, template)
-        return (x if tensor and kind.differentiable else host), kind
-
-    def _home(self, result: Any, async_op: bool, out: Any = None) -> Any:
-        """Bring a host result to the communicator's device."""
-        if self.device == "cpu" and out is None:
-            return result
-        return StagedHandle(result, out) if async_op else bring(result, out)
+        if self.device == "cpu" and is_device(data):
+            data = to_host(data)
+        kind = announce.announce(self.process_group, name, data, src, tensor, template)
+        return (x if tensor and kind.differentiable else data), kind
 
 
 def _arrays_only(out: Any, async_op: bool) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpipar.arrays import module_of
 from mpipar.autograd import Function
 from mpipar.comm import announce, collectives
 from mpipar.comm.announce import Announced
@@ -184,7 +185,7 @@ class Reduce(_Collective):
             )
         ctx.comm, ctx.dst, ctx.op = comm, dst, op
         y = comm.reduce(x, dst=dst, op=op, algorithm=algorithm)
-        return np.empty(0, x.dtype) if y is None else y
+        return module_of(x).empty(0, x.dtype) if y is None else y
 
     @staticmethod
     def backward(ctx: Any, grad: np.ndarray) -> Any:
@@ -205,7 +206,7 @@ class Gather(_Collective):
         ctx.comm, ctx.dst, ctx.dim = comm, dst, dim
         ctx.sizes = announce.gathered_sizes(comm.process_group, x.shape[dim], "exchange")
         y = comm.gather(x, dst=dst, dim=dim, algorithm=algorithm)
-        return np.empty(0, x.dtype) if y is None else y
+        return module_of(x).empty(0, x.dtype) if y is None else y
 
     @staticmethod
     def backward(ctx: Any, grad: np.ndarray) -> Any:

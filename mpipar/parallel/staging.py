@@ -1,4 +1,4 @@
-"""Device arrays on their way through host memory, for an MPI that may not see the GPU."""
+"""Device arrays in a communicator of the host: they go through host memory as a whole."""
 
 from typing import Any
 
@@ -34,8 +34,8 @@ def bring(result: Any, out: Any) -> Any:
     return out
 
 
-def message_of(x: Any, name: str) -> Any:
-    """Return what `send` or `sendrecv` is given, on the host.
+def message_of(x: Any, name: str, device: str) -> Any:
+    """Return what `send` or `sendrecv` is given, as a communicator of this device takes it.
 
     Raises ConfigError for a Tensor that requires grad.
     """
@@ -44,4 +44,4 @@ def message_of(x: Any, name: str) -> Any:
             rule, fix = f"{name} is not differentiable", "Use x.data, or shift or all_to_all"
             raise ConfigError(explain("x", "a Tensor that requires grad", rule, fix))
         x = x.data
-    return to_host(x) if is_device(x) else x
+    return to_host(x) if device == "cpu" and is_device(x) else x
