@@ -41,7 +41,8 @@ class Version:
 
 def kernels(module: str) -> list[Kernel]:
     """Return the kernels that a module of kernels/ defines."""
-    found = vars(importlib.import_module(f"mpipar.kernels.{module}")).values()
+    names = vars(importlib.import_module(f"mpipar.kernels.{module}"))
+    found = [*names.values(), *names.get("KERNELS", ())]
     return [x for x in found if isinstance(x, Kernel) and x.module == module]
 
 

@@ -26,7 +26,7 @@ def modules() -> tuple[str, ...]:
     found = (
         ".".join(file.relative_to(HERE).with_suffix("").parts)
         for file in sorted(HERE.rglob("*.py"))
-        if "\n@kernel(" in file.read_text()
+        if "kernels.device import" in (text := file.read_text()) and "kernel(" in text
     )
     return tuple(found)
 

@@ -18,8 +18,9 @@ float32 part, subtracted from the scores, and the rest, which goes into the rows
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device, module_of
 from mpipar.kernels.attention.cpu import backward_cpu, forward_cpu
+from mpipar.kernels.attention.cuda import backward_cuda, forward_cuda
 from mpipar.kernels.attention.formula import Gradients, Mask, Pump, check, nothing, reference
 from mpipar.kernels.attention.native import backward_native, forward_native, suits
 from mpipar.kernels.blocks import host
@@ -34,8 +35,10 @@ def forward(
 
     pump: called before every tile, so that messages advance meanwhile.
     """
-    host("attention", q, k, v)
     check(q, k, v)
+    if is_device(q):
+        return forward_cuda(q, k, v, mask)
+    host("attention", k, v)
     if suits(q, k, v):
         return forward_native(q, k, v, mask, pump)
     return forward_cpu(q, k, v, mask, pump)
@@ -44,7 +47,8 @@ def forward(
 def row_delta(do: np.ndarray, o: np.ndarray, dlse: np.ndarray | None = None) -> np.ndarray:
     """Return D (B, H, S) in float64 from do and o (B, S, H, D), and dL (B, H, S) if given."""
     wide = compute_dtype(o.dtype)
-    delta = np.einsum("bshd,bshd->bhs", do.astype(wide, copy=False), o.astype(wide, copy=False))
+    einsum = module_of(o).einsum
+    delta = einsum("bshd,bshd->bhs", do.astype(wide, copy=False), o.astype(wide, copy=False))
     return delta.astype(np.float64) if dlse is None else delta - dlse.astype(np.float64)
 
 
@@ -59,9 +63,12 @@ def backward(
     attention), these are the L and D of all keys, and the results are the block's part.  pump: as
     for `forward`.
     """
-    host("attention", do, q, k, v)
     if out is None:
-        out = np.empty(q.shape, q.dtype), np.empty(k.shape, k.dtype), np.empty(v.shape, v.dtype)
+        xp = module_of(q)
+        out = xp.empty(q.shape, q.dtype), xp.empty(k.shape, k.dtype), xp.empty(v.shape, v.dtype)
+    if is_device(q):
+        return backward_cuda(do, q, k, v, lse, delta, mask, out)
+    host("attention", do, k, v)
     if suits(q, k, v, do, *out):
         return backward_native(do, q, k, v, lse, delta, mask, pump, out)
     return backward_cpu(do, q, k, v, lse, delta, mask, pump, out)
