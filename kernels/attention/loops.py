@@ -71,7 +71,11 @@ def pack_across(
     """Write rows of x times a factor across: 32 of them side by side (full, 32), then the next."""
     for i in range(0, rows, SIDE):
         some = min(SIDE, rows - i)
-        for d in range(width):
+        if some == SIDE:  # the common case has a loop whose length the compiler knows
+            for d in range(width):
+                for j in range(SIDE):
+                    space[to + i * full + d * SIDE + j] = x[at + (i + j) * step + d] * factor
+        for d in range(width if some < SIDE else 0):
             for j in range(some):
                 space[to + i * full + d * SIDE + j] = x[at + (i + j) * step + d] * factor
             for j in range(some, SIDE):
@@ -184,8 +188,11 @@ def backward_loop(
                 row = (b * groups * repeat + h) * seq + i
                 at = b * sizes[15] + i * sizes[16] + h * sizes[17]
                 for r in range(rows):
-                    place, to = at + r * sizes[16], g_at + r * full
-                    pack_rows(do, place, 0, 1, width, space, to, 1, full, rest[row + r])
+                    place, to, factor = at + r * sizes[16], g_at + r * full, rest[row + r]
+                    for d in range(width):
+                        space[to + d] = do[place + d] * factor
+                    for d in range(width, full):
+                        space[to + d] = ZERO
                 for j in range(g_at + rows * full, g_at + tall * full):
                     space[j] = ZERO
                 for r8 in range(0, rows, ROWS):
