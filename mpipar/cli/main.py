@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 what was checked is wrong, 2 a mistake in the command, a s
 """
 
 import io
+import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def _fail(text: str, abort: bool = False) -> int:
 
     from mpipar.comm.abort import end_job
 
-    end_job(f"mpipar: error: rank {MPI.COMM_WORLD.rank}: {text}", 2)
+    end_job(f"mpipar: error: rank {MPI.COMM_WORLD.rank} on {platform.node()}: {text}", 2)
     return 2
 
 

@@ -7,6 +7,7 @@ do not fit together are one line of each rank that sees it, and the end of the j
 that only one rank sees is left to the abort hook, which ends the job and names the rank.
 """
 
+import platform
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def _run(config: Config, signals: "Signals") -> int:
             return fail(str(error), world.rank == 0, lambda: meet(world))
         if not isinstance(error, BETWEEN_RANKS):
             raise
-        end_job(f"mpipar: error: rank {world.rank}: {error}", 2)
+        end_job(f"mpipar: error: rank {world.rank} on {platform.node()}: {error}", 2)
     return 0
 
 

@@ -254,4 +254,4 @@ def test_a_rank_with_nothing_to_run_ends_the_job(bad: str) -> None:
     command = [*mpiexec(), "-n", "1", *mine, ":", "-n", "1", *program, *bad.split()]
     result = run(command, timeout=60)
     assert result.returncode != 0
-    assert "mpipar: error: rank 1: " in result.stderr
+    assert "mpipar: error: rank 1 on " in result.stderr
