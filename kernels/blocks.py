@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype, is_device
+from mpipar.arrays import Array, compute_dtype, is_device, module_of
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 
 BLOCK_BYTES = 1 << 18  # a block and two of scratch stay in a cache of 1 to 2 MiB
@@ -82,11 +82,13 @@ def widen(x: np.ndarray) -> np.ndarray:
 
 def row_sums(x: np.ndarray) -> np.ndarray:
     """Return the sum of each row of x (N, D): (N,), as a product with ones, which is fastest."""
-    return x @ np.ones(x.shape[1], x.dtype)
+    return x @ module_of(x).ones(x.shape[1], x.dtype)
 
 
 def row_max(x: np.ndarray) -> np.ndarray:
     """Return the maximum of each row of x (..., D): (..., 1)."""
+    if is_device(x):
+        return x.max(axis=-1, keepdims=True)
     return np.maximum.reduce(x, axis=-1, keepdims=True)
 
 

@@ -47,6 +47,11 @@ def module_of(x: Any) -> ModuleType:
     return module("cuda")
 
 
+def beside(x: Array, like: Array) -> Array:
+    """Return x where `like` lives; to the GPU it is copied."""
+    return module("cuda").asarray(x) if is_device(like) and not is_device(x) else x
+
+
 def module(device: str) -> ModuleType:
     """Return numpy for "cpu" and cupy for "cuda".
 

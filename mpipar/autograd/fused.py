@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.arrays import Array, beside, compute_dtype, module_of
 from mpipar.autograd.record import array, record
 from mpipar.autograd.reductions import one_dim
 from mpipar.autograd.tensor import Tensor, check_float
@@ -137,6 +137,7 @@ def rotary(x: Any, positions: Any, base: float = 10000.0) -> Tensor:
     check_float("rotary", data)
     wide = compute_dtype(data.dtype)
     cos, sin = rotary_kernel.table(places, data.shape[3], base, wide)
+    cos, sin = beside(cos, data), beside(sin, data)
     y = rotary_kernel.rotate(data, cos, sin)
     return record(y, (x,), lambda g: rotary_kernel.rotate(g, cos, sin, back=True))
 
@@ -157,6 +158,7 @@ def embedding(ids: Any, weight: Any) -> Tensor:
         first = int(np.flatnonzero((flat < 0) | (flat >= num))[0])
         rule = f"an id must be between 0 and {num - 1}"
         raise ConfigError(explain(f"ids[{first}]", int(flat[first]), rule, "Check the vocabulary"))
+    places = beside(places, w)  # ids on the host are checked without waiting for the device
     y = embedding_kernel.gather(w, places)
     return record(y, (weight,), lambda g: embedding_kernel.scatter_add(g, places, num))
 
@@ -173,7 +175,7 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
     check_float("dropout", data)
     if p == 0:
         return record(data, (x,), lambda g: g)
-    kept = dropout_kernel.keep(data.shape, p, key, index)
+    kept = beside(dropout_kernel.keep(data.shape, p, key, index), data)
 
     def scaled(a: Array) -> Array:
         out = module_of(a).asarray(np.multiply(a, kept))  # an array for 0 dimensions too

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype
+from mpipar.arrays import Array, beside, compute_dtype
 from mpipar.autograd.record import array, record, record_pair, wanted
 from mpipar.autograd.tensor import Tensor, check_float, check_real
 from mpipar.errors import BufferMismatchError, ConfigError, explain
@@ -31,13 +31,13 @@ def cross_entropy(
     """
     x, t = array(logits), array(targets)
     _check(x, t, reduction, label_smoothing)
-    flat = t.reshape(-1)
+    flat = beside(t.reshape(-1), x)
     losses, slope = kernel.forward(
         x.reshape(-1, x.shape[-1]), flat, label_smoothing, ignore_index, wanted(logits)
     )
     count = 1
     if reduction == "mean":
-        count = int(np.count_nonzero(flat != ignore_index))
+        count = int((t != ignore_index).sum())
     out = losses.reshape(t.shape) if reduction == "none" else np.add.reduce(losses)
     if reduction == "mean":
         out = out / count if count else out * np.nan

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
+from mpipar.arrays import module as module_for
 from mpipar.autograd import Tensor
 from mpipar.autograd.tensor import is_float
 from mpipar.errors import ConfigError, explain
@@ -122,6 +123,17 @@ class Module:
         for name in own.keys() & state.keys():
             array = own[name].data
             array[...] = module_of(array).asarray(state[name])
+
+    def to(self, device: str) -> "Module":
+        """Move all parameters to "cpu" or "cuda", before anything else refers to their arrays."""
+        for parameter in self.parameters():
+            here = parameter.data
+            if device == "cuda":
+                parameter.data = module_for("cuda").asarray(here)
+            elif is_device(here):
+                parameter.data = module_for("cuda").asnumpy(here)
+            parameter.grad = None
+        return self
 
     def train(self, mode: bool = True) -> "Module":
         """Set `training` here and below (dropout acts); returns self."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mpipar import rng
-from mpipar.arrays import Array, is_sixteen_bit, module_of
+from mpipar.arrays import Array, is_device, is_sixteen_bit, module, module_of
 from mpipar.errors import ConfigError, explain
 from mpipar.nn.linear import is_named
 from mpipar.nn.module import tensors_of
@@ -75,13 +75,11 @@ def clip_factor(norm: float, max_norm: float, eps: float = 1e-6) -> float:
 def squared_norms(params: list[Any], mesh: Mesh | None) -> tuple[list[str], np.ndarray]:
     """Return the global names, and the squared norm of each whole gradient (float64)."""
     names = []
-    squares = np.zeros(len(params), np.float64)
+    squares = _squares([param.grad for param in params])
     sharded: dict[tuple[str, ...], list[int]] = {}
     for i, param in enumerate(params):
         spec = getattr(param, "spec", None)
         names.append(spec.name if spec is not None else "")
-        if param.grad is not None:
-            squares[i] = _sum_of_squares(param.grad)
         if spec is None:
             continue
         _refuse_partial(spec)
@@ -120,13 +118,29 @@ def _identity(name: str, index: int, stage: int) -> int:
     return rng.key(0, name) if is_named(name) else rng.key(1, stage, index)
 
 
-def _sum_of_squares(grad: Array) -> float:
-    """Return the sum of squares in float64, block by block."""
-    flat = module_of(grad).ascontiguousarray(grad).reshape(-1)
-    total = 0.0
+def _squares(grads: list[Array | None]) -> np.ndarray:
+    """Return the sum of squares of each gradient; those of the device come in one copy."""
+    squares = np.zeros(len(grads), np.float64)
+    there = {}
+    for i, grad in enumerate(grads):
+        if is_device(grad):
+            there[i] = _sum_of_squares(grad)
+        elif grad is not None:
+            squares[i] = _sum_of_squares(grad)
+    if there:
+        xp = module("cuda")
+        squares[list(there)] = xp.asnumpy(xp.stack(list(there.values())))
+    return squares
+
+
+def _sum_of_squares(grad: Array) -> Any:
+    """Return the sum of squares in float64, block by block, where the gradient lives."""
+    xp = module_of(grad)
+    flat = xp.ascontiguousarray(grad).reshape(-1)
+    total = xp.zeros((), np.float64)
     for start in range(0, flat.size, BLOCK):
         part = flat[start : start + BLOCK].astype(np.float64)
-        total += float(part @ part)
+        total = total + part @ part
     return total
 
 

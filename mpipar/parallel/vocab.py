@@ -13,11 +13,12 @@ The logits of the whole vocabulary never exist on one rank.  The loss is replica
 and its gradient is local: softmax minus target on the rank's own columns.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.arrays import Array, beside, compute_dtype, is_device, module, module_of
 from mpipar.arrays import dtype as as_dtype
 from mpipar.autograd import Function, functional
 from mpipar.autograd.record import array
@@ -101,7 +102,7 @@ class VocabParallelEmbedding(Module):
         With `sequence`, of ids (..., S) this rank's block (..., s, dim).
         Raises ConfigError on every rank for an id outside the vocabulary.
         """
-        ids = module_of(self.weight.data).asarray(ids)
+        ids = array(ids)
         check_ids("ids", ids, self.num)
         rows = _Lookup.apply(self.weight, ids, self.start)
         if self.sequence is None:
@@ -135,16 +136,18 @@ class _Lookup(Function):
     @staticmethod
     def forward(ctx: Any, weight: Array, ids: Array, start: int) -> Array:
         """Copy the rows held here."""
-        ctx.mine = (ids >= start) & (ids < start + len(weight))
-        ctx.rows, ctx.num = ids[ctx.mine] - start, len(weight)
-        out = module_of(weight).zeros((*ids.shape, weight.shape[1]), weight.dtype)
+        flat, ctx.num = ids.reshape(-1), len(weight)
+        mine = module_of(ids).flatnonzero((flat >= start) & (flat < start + ctx.num))
+        ctx.mine, ctx.rows = beside(mine, weight), beside(flat[mine] - start, weight)
+        out = module_of(weight).zeros((flat.size, weight.shape[1]), weight.dtype)
         out[ctx.mine] = weight[ctx.rows]
-        return out
+        return out.reshape((*ids.shape, weight.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, grad: Array) -> tuple[Array, None, None]:
         """Add the gradients of equal ids."""
-        return rows_of.scatter_add(grad[ctx.mine], ctx.rows, ctx.num), None, None
+        rows = grad.reshape(-1, grad.shape[-1])[ctx.mine]
+        return rows_of.scatter_add(rows, ctx.rows, ctx.num), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -200,14 +203,17 @@ class _CrossEntropy(Function):
     ) -> Array:
         """Exchange the maxima, then the sums."""
         xp = module_of(logits)
-        goal = xp.asarray(targets).reshape(-1)  # (N,)
+        goal = targets.reshape(-1)  # (N,), on the host or not
         z = logits.reshape(len(goal), logits.shape[-1])  # (N, V/p)
         top, sizes = _maxima(z, comm)
         vocab, start = sum(sizes), sum(sizes[: comm.rank])
         valid = goal != ignore_index
         check_ids("targets", goal, vocab, ignore_index)
-        mine = xp.flatnonzero(valid & (goal >= start) & (goal < start + sizes[comm.rank]))
-        column = goal[mine] - start
+        held = valid & (goal >= start) & (goal < start + sizes[comm.rank])
+        mine = module_of(goal).flatnonzero(held)
+        mine, column = beside(mine, z), beside(goal[mine] - start, z)
+        count = int(valid.sum()) if reduction == "mean" else 1
+        valid = beside(valid, z)
         exps, sums = _sums(z, top, smoothing)
         sums[1, mine] = z[mine, column].astype(top.dtype) - top[mine]
         sums = comm.all_reduce(sums)
@@ -216,7 +222,6 @@ class _CrossEntropy(Function):
         if smoothing:
             loss += smoothing * (lse - sums[2] / vocab)
         loss *= valid
-        count = int(valid.sum()) if reduction == "mean" else 1
         scale = valid.astype(top.dtype) / max(count, 1)  # of each row's gradient
         ctx.save_for_backward(exps, sums[0], scale, mine, column)
         ctx.smoothing, ctx.vocab = smoothing, vocab
@@ -232,7 +237,7 @@ class _CrossEntropy(Function):
         scale = scale * module_of(exps).asarray(grad).reshape(-1)  # (N,)
         spread = (scale * (ctx.smoothing / ctx.vocab))[:, None]
         scale_exps = (scale / sums)[:, None]
-        for cut in row_blocks(len(exps), exps.shape[1], exps.itemsize):
+        for cut in _blocks(exps, exps.itemsize):
             exps[cut] *= scale_exps[cut]
             if ctx.smoothing:
                 exps[cut] -= spread[cut]
@@ -249,11 +254,19 @@ def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
     xp = module_of(z)
     message = xp.full(len(z) + comm.size, -np.inf, compute_dtype(z.dtype))
     if z.shape[1]:
-        for cut in row_blocks(len(z), z.shape[1], message.itemsize):
+        for cut in _blocks(z, message.itemsize):
             message[cut.start : cut.stop] = row_max(widen(z[cut]))[:, 0]
     message[len(z) + comm.rank] = z.shape[1]
     message = comm.all_reduce(message, op="max")
-    return message[: len(z)], tuple(int(n) for n in message[len(z) :])
+    sizes = message[len(z) :]
+    if is_device(sizes):
+        sizes = module("cuda").asnumpy(sizes)
+    return message[: len(z)], tuple(int(n) for n in sizes)
+
+
+def _blocks(x: Array, itemsize: int) -> Iterable[slice]:
+    """Return the blocks of rows of x (N, D) that are worked on at a time: on a GPU all at once."""
+    return [slice(0, len(x))] if is_device(x) else row_blocks(len(x), x.shape[1], itemsize)
 
 
 def _sums(z: Array, top: Array, smoothing: float) -> tuple[Array, Array]:
@@ -261,7 +274,7 @@ def _sums(z: Array, top: Array, smoothing: float) -> tuple[Array, Array]:
     xp = module_of(z)
     exps = xp.empty(z.shape, top.dtype)
     sums = xp.zeros((3 if smoothing else 2, len(z)), top.dtype)
-    for cut in row_blocks(len(z), z.shape[1], top.itemsize):
+    for cut in _blocks(z, top.itemsize):
         part = exps[cut]
         xp.subtract(z[cut], top[cut, None], out=part, dtype=top.dtype)
         if smoothing:

@@ -159,6 +159,7 @@ class Whole(Held):
         """Collective: build and wrap it."""
         super().__init__(config, mesh)
         model: Any = models.build(self.config, **self.make)
+        model.to(config.device)  # drawn on the host, so that weights are the CPU's
         self.parts = [model]
         self.flops_per_token = model.flops_per_token(config.seq)
         self.count = sum(math.prod(param.spec.shape) for param in model.parameters())

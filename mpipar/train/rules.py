@@ -87,8 +87,9 @@ def _numbers(config: "TrainConfig") -> Iterator[Rule]:
 
 
 def _outputs(config: "TrainConfig") -> Iterator[Rule]:
-    rule, fix = "training runs on the CPU in this version", "Pass --device cpu, or leave it out"
-    yield "device", config.device == "cpu", rule, fix
+    plain = config.pp == 1 and config.fsdp == "none" and not config.experts
+    rule = "on GPUs there are no pipelines, FSDP and experts in this version"
+    yield "device", config.device == "cpu" or plain, rule, "Leave them out, or pass --device cpu"
     for name in ("log", "plot"):
         value = getattr(config, name)
         if value is None:

@@ -4,7 +4,8 @@
 - Copies of `memcpyAsync` are done when their stream comes to them, not when they are asked for.
 - Every use of memory is noted with its stream.  A use that no event, wait or synchronisation puts
   after an earlier one of the same bytes on another stream is a RaceError (see streams.py).
-- MPI takes device memory only where it is `aware`, and only if the host has waited for what uses it.
+- MPI takes device memory only where it is `aware`, and only if the host has waited for all that
+  uses it.
 
 `install(monkeypatch, aware)` puts it in the place of cupy.
 """

@@ -11,8 +11,10 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from tests.fake_cupy.streams import check, forget, get_current_stream, host, merge
 
-
 mpi = SimpleNamespace(aware=False, device_messages=0)  # whether it sees device memory, how often
+
+
+REDUCES = (("reduce", np.add), ("reduce", np.multiply))
 
 
 def span(x: np.ndarray) -> tuple[int, int]:
@@ -28,7 +30,7 @@ class Pointer:
         self.ptr = address
 
 
-class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
+class ndarray(NDArrayOperatorsMixin):
     """An array that only `get` brings to the host."""
 
     __array_priority__ = 100
@@ -46,17 +48,17 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     ndim = property(lambda self: self._host.ndim)
     nbytes = property(lambda self: self._host.nbytes)
     itemsize = property(lambda self: self._host.itemsize)
+    base = property(lambda self: None if self._host.base is None else ndarray(self._host.base))
     T = property(lambda self: ndarray(self._host.T))
     data = property(lambda self: Pointer(self._host.ctypes.data))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        if not self.flags.c_contiguous:
-            raise AssertionError("a strided device array leaves as memory")
         caller = sys._getframe(1).f_code
         if not caller.co_filename.endswith(os.path.join("mpipar", "arrays.py")):  # it is MPI
             if not mpi.aware:
                 raise AssertionError("MPI is given device memory, which it cannot see")
+            assert self.flags.c_contiguous, "a strided device array leaves for MPI"
             check(host, *span(self._host), "receiv" in caller.co_name, "MPI")
             mpi.device_messages += 1
         place = (self._host.ctypes.data, False)
@@ -95,6 +97,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         self._host[...] = values.reshape(self.shape)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **how: Any) -> Any:
+        if method != "__call__" and (method, ufunc) not in REDUCES:
+            raise NotImplementedError(f"{ufunc.__name__}.{method} is none of CuPy's")
         return compute(getattr(ufunc, method), inputs, how)
 
     def __array_function__(self, function: Any, types: Any, inputs: Any, how: Any) -> Any:
@@ -166,20 +170,82 @@ def asnumpy(x: Any) -> np.ndarray:
     return x.get() if isinstance(x, ndarray) else np.asarray(x)
 
 
-def asarray(x: Any, dtype: Any = None) -> ndarray:
+def asarray(x: Any, dtype: Any = None, order: str = "K") -> ndarray:
     """Copy to the device, unless x is there."""
     if isinstance(x, ndarray):
+        if order == "C" and not x.flags.c_contiguous:
+            x = ndarray(np.ascontiguousarray(x._host))
         return x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
     return ndarray(np.array(x, dtype))
 
 
-_MADE = "empty zeros ones full arange eye".split()
-_SAME = """add subtract multiply divide maximum minimum exp log sqrt tanh negative abs sign where
-    concatenate stack matmul ascontiguousarray broadcast_to copyto empty_like zeros_like ones_like
-    full_like may_share_memory isfinite square power clip sum max min prod mean argmax transpose
-    swapaxes delete array_split take put_along_axis take_along_axis cumsum argsort count_nonzero
-    logical_and logical_or less greater equal not_equal multiply einsum dot promote_types
-    flatnonzero searchsorted unique expand_dims squeeze moveaxis isinf isnan""".split()
+_MADE = ["empty", "zeros", "ones", "full", "arange", "eye"]
+_SAME = [
+    "split",
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "maximum",
+    "minimum",
+    "exp",
+    "log",
+    "sqrt",
+    "tanh",
+    "negative",
+    "abs",
+    "sign",
+    "where",
+    "concatenate",
+    "stack",
+    "matmul",
+    "ascontiguousarray",
+    "broadcast_to",
+    "copyto",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "may_share_memory",
+    "isfinite",
+    "square",
+    "power",
+    "clip",
+    "sum",
+    "max",
+    "min",
+    "prod",
+    "mean",
+    "argmax",
+    "transpose",
+    "swapaxes",
+    "delete",
+    "array_split",
+    "take",
+    "put_along_axis",
+    "take_along_axis",
+    "cumsum",
+    "argsort",
+    "count_nonzero",
+    "logical_and",
+    "logical_or",
+    "less",
+    "greater",
+    "equal",
+    "not_equal",
+    "multiply",
+    "einsum",
+    "dot",
+    "promote_types",
+    "flatnonzero",
+    "searchsorted",
+    "unique",
+    "expand_dims",
+    "squeeze",
+    "moveaxis",
+    "isinf",
+    "isnan",
+]
 
 
 def array_module() -> dict[str, Any]:

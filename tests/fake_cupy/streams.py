@@ -6,6 +6,7 @@ takes that over.  A use of memory by (stream s, number n) precedes work on t if 
 """
 
 import ctypes
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,10 +46,10 @@ def merge(into: Clock, other: Clock) -> None:
 def check(clock: Clock, start: int, stop: int, writes: bool, who: str) -> None:
     """Raise RaceError if something that used these bytes need not be done by then."""
     for use, number in uses.items():
-        if use.start < stop and start < use.stop and (writes or use.writes):
-            if clock.get(use.stream, 0) < number:
-                what = "written" if use.writes else "read"
-                raise RaceError(f"{who}: memory that stream {use.stream} may not have {what} yet")
+        meets = use.start < stop and start < use.stop and (writes or use.writes)
+        if meets and clock.get(use.stream, 0) < number:
+            what = "written" if use.writes else "read"
+            raise RaceError(f"{who}: memory that stream {use.stream} may not have {what} yet")
 
 
 class Stream:
@@ -61,7 +62,7 @@ class Stream:
         self.number = self.ptr = Stream.count
         self.done = 0
         self.clock: Clock = {}
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[Callable[[], Any]] = deque()
         _all[self.ptr] = self
 
     def use(self, reads: list[tuple[int, int]], writes: list[tuple[int, int]], who: str) -> None:
@@ -75,7 +76,7 @@ class Stream:
         for spans, write in ((reads, False), (writes, True)):
             uses.update({Use(*span, self.number, write): number for span in spans})
 
-    def later(self, work: Callable[[], None]) -> None:
+    def later(self, work: Callable[[], Any]) -> None:
         """Put work off until somebody waits."""
         self._queue.append(work)
 
@@ -140,15 +141,15 @@ class Runtime:
 
     CUDARuntimeError = RuntimeError
 
-    def getDeviceCount(self) -> int:  # noqa: N802 - CUDA's name
+    def getDeviceCount(self) -> int:
         """There is one."""
         return 1
 
-    def getDevice(self) -> int:  # noqa: N802
+    def getDevice(self) -> int:
         """It is the current one."""
         return 0
 
-    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+    def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         """Copy between host and device when the stream comes to it."""
         there = _all[stream]
         spans = [(to, to + size)], [(source, source + size)]
@@ -156,7 +157,7 @@ class Runtime:
             there.use([], spans[0], "copy to the device")
         else:
             there.use(spans[1], [], "copy to the host")
-        there.later(lambda: ctypes.memmove(to, source, size))
+        there.later(functools.partial(ctypes.memmove, to, source, size))
 
 
 _all: dict[int, Stream] = {}

@@ -146,7 +146,7 @@ def test_small_calls_and_communicators_of_the_host(
 def test_the_stand_in_finds_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy: Any = fake_cupy.install(monkeypatch, aware=True)
     x = cupy.ones(8) + 1
-    with pytest.raises(TypeError, match="[Ii]mplicit"):
+    with pytest.raises(TypeError, match=r"[Ii]mplicit"):
         np.asarray(x)
     with pytest.raises(Exception, match="may not have written"):
         MPI.COMM_SELF.Isend([x, 8, MPI.DOUBLE], 0)  # nobody has waited

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.autograd import Function
 from mpipar.comm import collectives
 from mpipar.comm.waiting import progress
@@ -65,7 +65,7 @@ class Ring(NamedTuple):
         size = self.comm.size
         return tuple(length_of(self.held[self.source(step, rank)]) for rank in range(size))
 
-    def shift(self, step: int, block: np.ndarray, out: np.ndarray | None = None) -> Any:
+    def shift(self, step: int, block: Array, out: Array | None = None) -> Any:
         """Send the block of this step (or as long a one) on; return the handle of the next one."""
         group, sizes = self.comm.process_group, self.lengths(step)
         return collectives.shift(group, block, 1, out, None, True, SEQUENCE, sizes)
@@ -77,12 +77,13 @@ class RingAttention(Function):
     collective = True
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, ring: Ring) -> np.ndarray:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, ring: Ring) -> Array:
         """Merge the outputs over one block after the other; keep q, k, v, output and L."""
         wide = q.astype(compute_dtype(q.dtype), copy=False)  # (B, S, H, D)
         batch, seq, heads, _ = q.shape
-        out = np.zeros(q.shape, wide.dtype)
-        lse = np.full((batch, heads, seq), -np.inf)
+        xp = module_of(q)
+        out = xp.zeros(q.shape, wide.dtype)
+        lse = xp.full((batch, heads, seq), -np.inf)
         for source, block in _travel(ring, k, v):
             for task in ring.tasks(source):
                 rows, keys, values = task.rows, block[0, :, : task.seen], block[1, :, : task.seen]
@@ -97,18 +98,19 @@ class RingAttention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: np.ndarray) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Array) -> tuple[Any, ...]:
         """Let keys, values and the sums of their gradients travel; add up those of the queries."""
         ring: Ring = ctx.ring
         q, k, v, out, lse = ctx.saved
         wide = compute_dtype(q.dtype)
         do, wide_q = (x.astype(wide, copy=False) for x in (grad, q))
         delta = kernel.row_delta(do, out)
-        dq = np.zeros(q.shape, wide)
+        xp = module_of(q)
+        dq = xp.zeros(q.shape, wide)
         sums = _Sums(ring)
         for step, (source, block) in enumerate(_travel(ring, k, v)):
             block = block.astype(wide, copy=False)
-            part = np.zeros(block.shape, wide)
+            part = xp.zeros(block.shape, wide)
             for task in ring.tasks(source):
                 rows, seen = task.rows, slice(0, task.seen)
                 new_q, new_k, new_v = kernel.backward(
@@ -129,10 +131,10 @@ class _Sums:
     def __init__(self, ring: Ring) -> None:
         """Start with nothing on the way."""
         self._ring = ring
-        self._mine: np.ndarray | None = None
+        self._mine: Array | None = None
         self._arriving: Any = None
 
-    def add(self, step: int, part: np.ndarray) -> None:
+    def add(self, step: int, part: Array) -> None:
         """Add this rank's term to the sum of the block that it has in this step; send it on."""
         if step == 0:
             self._mine = part  # the last term of its sum
@@ -141,7 +143,7 @@ class _Sums:
             part += self._arriving.wait()
         self._arriving = self._ring.shift(step, part)
 
-    def own(self) -> np.ndarray:
+    def own(self) -> Array:
         """Return the complete sum of this rank's own block: of keys and values (2, B, S, G, D)."""
         assert self._mine is not None, "a ring has at least one step"
         if self._arriving is not None:
@@ -149,16 +151,17 @@ class _Sums:
         return self._mine
 
 
-def _travel(ring: Ring, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _travel(ring: Ring, k: Array, v: Array) -> Iterator[tuple[int, Array]]:
     """Yield (source, block) of every rank, own first; the next one arrives meanwhile.
 
     A block is keys and values (2, B, S, G, D).  Two are held, in memory used in turn.
     """
     batch, _, groups, width = k.shape
     longest = max(ring.lengths(0))
-    spaces = np.empty((min(ring.comm.size, 2), 2 * batch * longest * groups * width), k.dtype)
+    n = 2 * batch * longest * groups * width
+    spaces = module_of(k).empty((min(ring.comm.size, 2), n), k.dtype)
 
-    def place(step: int) -> np.ndarray:
+    def place(step: int) -> Array:
         shape = (2, batch, ring.lengths(step)[ring.comm.rank], groups, width)
         return spaces[step % 2, : math.prod(shape)].reshape(shape)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipar import partition
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import Array, beside, compute_dtype, module_of
 from mpipar.autograd import Function
 from mpipar.comm import collectives
 from mpipar.parallel.communicator import Communicator
@@ -76,18 +76,18 @@ class Trade(NamedTuple):
     heads: Heads
     order: np.ndarray | None
 
-    def gather_tokens(self, x: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    def gather_tokens(self, x: Array, widths: Sequence[int]) -> Array:
         """Send heads (widths of them to each rank) and get tokens: (B, S, heads of r, D)."""
         x = collectives.all_to_all(
             self.comm.process_group, x, 2, 1, self.lengths, None, False, scatter_sizes=widths
         )
-        return x if self.order is None else x[:, self.order]
+        return x if self.order is None else x[:, beside(self.order, x)]
 
-    def gather_heads(self, x: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    def gather_heads(self, x: Array, widths: Sequence[int]) -> Array:
         """Send the tokens of others back and get their heads: (B, S of r, all heads, D)."""
         if self.order is not None:
-            ascending, x = x, np.empty(x.shape, x.dtype)
-            x[:, self.order] = ascending
+            ascending, x = x, module_of(x).empty(x.shape, x.dtype)
+            x[:, beside(self.order, x)] = ascending
         return collectives.all_to_all(
             self.comm.process_group, x, 1, 2, widths, None, False, scatter_sizes=self.lengths
         )
@@ -99,7 +99,7 @@ class ToHeads(Function):
     collective = True
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, trade: Trade) -> tuple[np.ndarray, ...]:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, trade: Trade) -> tuple[Array, ...]:
         """Send each rank its query heads and their kv heads, in one message a rank."""
         heads, rank = trade.heads, trade.comm.rank
         parts = [
@@ -125,7 +125,8 @@ class ToHeads(Function):
         x = trade.gather_heads(np.concatenate([dq, dk, dv], axis=2), heads.widths)
         wide = compute_dtype(x.dtype)
         shape = (*x.shape[:2], ctx.groups, x.shape[3])
-        sums = np.zeros(shape, wide), np.zeros(shape, wide)
+        zeros = module_of(x).zeros
+        sums = zeros(shape, wide), zeros(shape, wide)
         queries = []
         starts = accumulate(heads.widths, initial=0)
         for start, peer in zip(starts, range(trade.comm.size), strict=False):
@@ -142,7 +143,7 @@ class ToTokens(Function):
     collective = True
 
     @staticmethod
-    def forward(ctx: Any, out: Any, trade: Trade) -> np.ndarray:
+    def forward(ctx: Any, out: Any, trade: Trade) -> Array:
         """Trade back."""
         ctx.trade = trade
         ctx.widths = tuple(size(cut) for cut in trade.heads.queries)
@@ -154,15 +155,17 @@ class ToTokens(Function):
         return ctx.trade.gather_tokens(grad, ctx.widths), None
 
 
-def _cut(x: np.ndarray, heads: Heads, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _cut(x: Array, heads: Heads, rank: int) -> tuple[Array, Array, Array]:
     """Cut what a rank got into queries, keys and values."""
     own, shared = size(heads.queries[rank]), size(heads.shared[rank])
     return x[:, :, :own], x[:, :, own : own + shared], x[:, :, own + shared :]
 
 
-def _add_up(grad: np.ndarray, used: Sequence[int], count: int) -> np.ndarray:
+def _add_up(grad: Array, used: Sequence[int], count: int) -> Array:
     """Add the gradients of the copies of each kv head: (B, S, count, D)."""
-    total = np.zeros((*grad.shape[:2], count, grad.shape[3]), compute_dtype(grad.dtype))
+    total = module_of(grad).zeros(
+        (*grad.shape[:2], count, grad.shape[3]), compute_dtype(grad.dtype)
+    )
     for copy, head in enumerate(used):
         total[:, :, head] += grad[:, :, copy]
     return total.astype(grad.dtype, copy=False)

@@ -1,0 +1,61 @@
+"""Training on device arrays, on a stand-in for CuPy whose kernels are the CPU's: the same numbers.
+
+Nothing in a step may bring an array to the host by the way, or use memory too early.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpipar.errors import ConfigError
+from mpipar.train.config import TrainConfig
+from mpipar.train.loop import train
+from tests import fake_cupy
+from tests.fake_cupy import twins
+
+TINY = TrainConfig(layers=2, dim=32, heads=4, seq=16, batch=4, steps=3, seed=1, sample=0)
+MESHES: list[dict[str, Any]] = [
+    {"dropout": 0.1},
+    {"model": "llama", "kv_heads": 2, "tp": 2},
+    {"cp": 2},
+    {"cp": 2, "cp_layout": "ulysses", "accumulate": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"recompute": True, "reproducible": True},
+]
+
+
+@pytest.mark.parametrize("aware", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_losses_are_those_of_the_cpu(
+    world: MPI.Intracomm,
+    text: str,
+    mesh: dict[str, Any],
+    aware: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    degree = mesh.get("tp", 1) * mesh.get("cp", 1)
+    dp = world.size // degree
+    if world.size % degree:
+        pytest.skip(f"{world.size} ranks are no multiple of {degree}")
+    config = replace(TINY, data=text, batch=12 if dp == 3 else 4, **mesh)
+    if config.batch // dp % config.accumulate:
+        pytest.skip("accumulation cuts the batch of a rank")
+    expected = train(config, world)
+    fake_cupy.install(monkeypatch, aware)
+    twins.install(monkeypatch)
+    if aware:  # no call is so small that it travels from host buffers
+        monkeypatch.setattr("mpipar.comm.group.PERSISTENT_BYTES", -1)
+    rows = train(replace(config, device="cuda"), world)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, right in zip(rows, expected, strict=True):
+        for name in ("loss", "grad_norm", "val_loss"):
+            if name in right:
+                assert row[name] == pytest.approx(right[name], rel=1e-4), (name, row["step"])
+
+
+def test_what_gpus_do_not_do_is_said(world: MPI.Intracomm, text: str) -> None:
+    config = replace(TINY, data=text, device="cuda", fsdp="3")
+    with pytest.raises(ConfigError, match="device"):
+        train(config, world)
