@@ -77,6 +77,13 @@ class TrainConfig:
     """Let the token embedding be the output layer too; yes for gpt2, no for llama if not given."""
     dropout: float = 0.0
     """Share of activations that dropout sets to zero."""
+    rotary_base: float = 10000.0
+    """Of the angles of rotary positions (llama only)."""
+    norm_eps: float = 1e-5
+    """What norms add to the variance, or the mean square."""
+    init: File = None
+    """Folder of the weights to begin with, and of the model that is trained: Hugging Face's
+    (config.json, *.safetensors), or a checkpoint. Its tokenizer.json makes tokens of text."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the parameters. A CPU only stores bfloat16 and computes in float32."""
 
@@ -234,6 +241,8 @@ class TrainConfig:
             shared=self.shared,
             dropout=self.dropout,
             tied=self.tied,
+            rotary_base=self.rotary_base,
+            norm_eps=self.norm_eps,
             seed=self.seed,
             dtype=self.dtype,
         )

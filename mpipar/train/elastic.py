@@ -196,7 +196,11 @@ def _say(lost: Sequence[int], ranks: int, surplus: int, done: int | None) -> Non
     """Print which ranks are gone, and how it goes on."""
     members = roster.members()
     who = [f"process {members[r].pid} on {members[r].host}" for r in lost if r < len(members)]
-    state = "from the newest checkpoint" if done is None else f"with what they hold of step {done}"
+    state = (
+        "from the newest checkpoint, or the start"
+        if done is None
+        else f"with what they hold of step {done}"
+    )
     leave = f", {surplus} leave" if surplus else ""
     text = f"mpipar: lost {listed(lost)} ({', '.join(who)}): {ranks} go on {state}{leave}"
     print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ Which sequences, weights and dropout masks there are depends on seed, step and g
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from mpipar.train.config import TrainConfig
 from mpipar.train.data import Batches, Corpus, load
 from mpipar.train.elastic import Course, require_support
 from mpipar.train.held import Held, hold
+from mpipar.train.initial import adopted, begin, tokenizer
 from mpipar.train.peak import matmul_rate
 from mpipar.train.report import Facts, Guarded, Report, Row
 from mpipar.train.sample import sample
@@ -65,13 +66,16 @@ def train(
     guarded = Guarded(report)
     together(world, lambda: read_table(table_path()))
     same(world, "the configuration", config.fingerprint(), "Start all ranks with the same flags.")
+    config = together(world, lambda: adopted(config))
     together(world, lambda: config.validate(world.size, launch.command))
     loops = together(world, native.compile_cpu)
     what, fix = "the use of loops in machine code", f"Give all ranks the same {native.SWITCH}."
     same(world, what, str(loops), fix)
     corpus = together(
         world,
-        lambda: load(config.data, config.seq, config.vocab, world.rank, world.size),
+        lambda: load(
+            config.data, config.seq, config.vocab, world.rank, world.size, tokenizer(config)
+        ),
     )
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
     options: dict[str, Any] = {"device": config.device, "reproducible": config.reproducible}
@@ -83,7 +87,7 @@ def train(
         with Mesh(world, *sizes, **options) as mesh:
             return fit(config, mesh, corpus, guarded, signals, Course(world))
     together(world, lambda: require_support(world.size))
-    course = Course(cast("MPI.Intracomm", world.Dup()))
+    course = Course(world.Dup())
     while True:
         try:
             together(course.world, guarded.report.open)
@@ -109,6 +113,7 @@ def fit(
 ) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
     held = hold(config, mesh)
+    begin(held, config, mesh)
     decay = config.weight_decay
     optimizer = AdamW(held.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=decay)
     own = context_positions(config.seq, mesh.cp.size, mesh.cp.rank, config.layout)
