@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipar.errors import NonFiniteError, explain
+from mpipar.errors import MpiparError, NonFiniteError, explain
 from mpipar.models.transformer import IGNORE
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
 from mpipar.parallel.mesh import Mesh
@@ -109,7 +109,7 @@ class Streak:
         """Whether the run has to end."""
         return self.in_row >= self.most
 
-    def error(self, step: int, taken: Taken, good: Any) -> NonFiniteError:
+    def error(self, step: int, taken: Taken, good: Any) -> MpiparError:
         """Return what to raise on every rank; good: the last checkpoint before these steps."""
         value = taken.loss if taken.wrong == "loss" else taken.norm
         rule = f"it is not finite in step {step}"
