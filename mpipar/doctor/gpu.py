@@ -2,9 +2,9 @@
 
 A library that knows nothing of CUDA crashes on a device pointer, so it is asked first
 (MPIX_Query_cuda_support); only if it says yes, two ranks of a node send each other device memory.
+What comes of it is kept in the user's cache folder, where training looks (comm/device.py).
 """
 
-import ctypes
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpipar.comm.device import cuda_support, knows_device_memory, remember
 from mpipar.doctor.finding import Check, Facts, Finding, Job, who
 from mpipar.doctor.machine import Machine
 
@@ -30,17 +31,11 @@ def probe(machine: Machine) -> Facts:
     able = bool(facts["devices"] and facts["aware"])
     if local.allreduce(able, MPI.LAND) and local.size > 1 and local.rank < 2:
         facts["probe"] = _exchange(local)
+        if local.rank == 0:
+            remember(facts["probe"] == "works")
+    local.barrier()
+    facts["direct"] = knows_device_memory()
     return facts
-
-
-def cuda_support() -> bool | None:
-    """Return what the MPI library says of itself, or None if it cannot be asked."""
-    try:
-        asked = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return None
-    asked.restype, asked.argtypes = ctypes.c_int, []
-    return bool(asked())
 
 
 def _devices(machine: Machine) -> Facts:
@@ -100,7 +95,9 @@ def judge(told: Sequence[Facts], job: Job) -> Finding:
     words = f"{who(having)}: {told[having[0]]['mine']}"
     aware = all(told[rank]["aware"] for rank in having)
     words += "; MPI is CUDA-aware" if aware else "; MPI is not CUDA-aware"
-    words += ", mpipar stages device arrays through host memory"
+    direct = all(told[rank].get("direct", False) for rank in having)
+    stages = "stages device arrays through pinned host memory"
+    words += f", mpipar {'gives it device arrays' if direct else stages}"
     for number, ranks in enumerate(job.nodes):
         used = {told[rank]["mine"] for rank in ranks}
         if len(used) < len(ranks) <= told[ranks[0]]["devices"]:

@@ -210,7 +210,7 @@ class Staged(Held):
         build = models.stages(self.config, config.stages(mesh.dp.size), **self.make)
 
         def stage(number: int) -> Any:
-            self.parts.append(build(number))
+            self.parts.append(build(number).to(config.device))
             return self.wrapped(self.parts[-1])
 
         how: dict[str, Any] = {"microbatches": self.microbatches, "chunks": config.chunks}

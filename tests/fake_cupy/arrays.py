@@ -155,6 +155,9 @@ def compute(function: Any, inputs: Any, how: Any, reads: Any = ()) -> Any:
     stream = get_current_stream()
     stream.run()
     result = function(*_plain(tuple(inputs)), **{k: _plain(v) for k, v in how.items()})
+    for x in (*reads, *_arrays(tuple(inputs))):
+        if result is x._host and not out:
+            return x
     moved = isinstance(result, np.ndarray) and any(
         np.may_share_memory(result, x._host) for x in (*reads, *_arrays(tuple(inputs)))
     )
@@ -177,6 +180,18 @@ def asarray(x: Any, dtype: Any = None, order: str = "K") -> ndarray:
             x = ndarray(np.ascontiguousarray(x._host))
         return x if dtype is None or x.dtype == np.dtype(dtype) else x.astype(dtype)
     return ndarray(np.array(x, dtype))
+
+
+def array(x: Any, dtype: Any = None, order: str = "K", copy: bool = True) -> ndarray:
+    """Copy, unless the copy is not wanted."""
+    if not isinstance(x, ndarray):
+        return ndarray(np.array(x, dtype))
+    if not copy:
+        return asarray(x, dtype, order)
+    used([x], [])
+    made = ndarray(np.array(x._host, dtype, order=order))  # type: ignore[call-overload]
+    used([], [made])
+    return made
 
 
 _MADE = ["empty", "zeros", "ones", "full", "arange", "eye"]
@@ -257,7 +272,6 @@ def array_module() -> dict[str, Any]:
 
     made: dict[str, Any] = {name: lift(name) for name in (*_MADE, *_SAME)}
     made["may_share_memory"] = lambda a, b: np.may_share_memory(_plain(a), _plain(b))
-    made["ascontiguousarray"] = lambda x: ndarray(np.ascontiguousarray(_plain(x)))
     names = "float64 float32 float16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool_ dtype"
     made |= {name: getattr(np, name) for name in names.split()}
-    return made | {"ndarray": ndarray, "asnumpy": asnumpy, "asarray": asarray, "array": asarray}
+    return made | {"ndarray": ndarray, "asnumpy": asnumpy, "asarray": asarray, "array": array}

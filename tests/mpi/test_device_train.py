@@ -4,6 +4,7 @@ Nothing in a step may bring an array to the host by the way, or use memory too e
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ MESHES: list[dict[str, Any]] = [
     {"cp": 2, "cp_layout": "ulysses", "accumulate": 2},
     {"tp": 2, "sequence_parallel": True},
     {"recompute": True, "reproducible": True},
+    {"fsdp": "3"},
+    {"fsdp": "1", "sample": 4},
+    {"pp": 2, "schedule": "zb1p", "microbatches": 2},
 ]
 
 
@@ -35,7 +39,7 @@ def test_losses_are_those_of_the_cpu(
     aware: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    degree = mesh.get("tp", 1) * mesh.get("cp", 1)
+    degree = mesh.get("tp", 1) * mesh.get("cp", 1) * mesh.get("pp", 1)
     dp = world.size // degree
     if world.size % degree:
         pytest.skip(f"{world.size} ranks are no multiple of {degree}")
@@ -55,7 +59,22 @@ def test_losses_are_those_of_the_cpu(
                 assert row[name] == pytest.approx(right[name], rel=1e-4), (name, row["step"])
 
 
+def test_what_one_device_saves_the_other_resumes(
+    world: MPI.Intracomm, text: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(TINY, data=text, batch=12, save=str(shared_path), save_every=2)
+    expected = train(replace(config, save=None), world)
+    fake_cupy.install(monkeypatch)
+    twins.install(monkeypatch)
+    there = replace(config, device="cuda")
+    train(there, world)
+    for where in (there, config):
+        rows = train(replace(where, resume=str(shared_path / "step-00000002"), save=None), world)
+        assert rows[0]["step"] == 3
+        assert rows[0]["loss"] == pytest.approx(expected[2]["loss"], rel=1e-4)
+
+
 def test_what_gpus_do_not_do_is_said(world: MPI.Intracomm, text: str) -> None:
-    config = replace(TINY, data=text, device="cuda", fsdp="3")
+    config = replace(TINY, data=text, device="cuda", experts=4)
     with pytest.raises(ConfigError, match="device"):
         train(config, world)
