@@ -60,7 +60,7 @@ def agree(raw: MPI.Comm, local_rank: int) -> Lane:
             raise ConfigError(wrong if wrong == trouble else f"rank {rank}: {wrong}")
     lane = Lane(all(knows for knows, _ in told))
     if MPI.COMM_WORLD.rank == 0:
-        _say(str(lane))
+        _say(f"{lane}; gradients travel as messages, since a node's ranks share host memory only")
     return lane
 
 

@@ -96,7 +96,7 @@ def judge(told: Sequence[Facts], job: Job) -> Finding:
     aware = all(told[rank]["aware"] for rank in having)
     words += "; MPI is CUDA-aware" if aware else "; MPI is not CUDA-aware"
     direct = all(told[rank].get("direct", False) for rank in having)
-    stages = "stages device arrays through pinned host memory"
+    stages = "stages device arrays through host memory"
     words += f", mpipar {'gives it device arrays' if direct else stages}"
     for number, ranks in enumerate(job.nodes):
         used = {told[rank]["mine"] for rank in ranks}
