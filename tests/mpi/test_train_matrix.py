@@ -2,8 +2,10 @@
 
 A case is a choice for each of the settings below.  On four ranks of MPICH the suite runs few of
 them, such that every two values of two settings meet in one where they can; else such that every
-value is in one.  `pytest -m full_matrix` runs every case with neither experts nor
-recomputed blocks, and such that every three values meet of all.
+value is in one.  `pytest -m full_matrix` runs every case with neither experts nor recomputed
+blocks, in pieces that `-k` picks (a mesh, and in a pipeline a schedule and a model: `-k
+pp2-cp1-tp2-zbv-llama`), and such that every three values meet of all.  On eight ranks it runs
+those of pp2 dp2 tp2.
 """
 
 from collections.abc import Iterator
@@ -24,8 +26,8 @@ from tests.mpi.test_train_layouts import assert_same
 TINY = TrainConfig(
     layers=4,
     dim=24,
-    seq=18,
-    batch=8,
+    seq=10,
+    batch=16,  # 8 micro-batches on each of 2 data-parallel ranks
     steps=3,
     dtype="float64",
     seed=1,
@@ -124,21 +126,58 @@ def covering(all_cases: list[Case], together: int) -> list[Case]:
     return chosen
 
 
-def run(world: MPI.Intracomm, chosen: list[Case], text: str) -> None:
-    """Train every case, and one process for each kind of model; compare."""
-    neutral = {"pp": 1, "cp": 1, "tp": 1, "sequence_parallel": False, "fsdp": "none"}
+def pieces(ranks: int) -> list[Case]:
+    """Return the parts of the full matrix: settings that the cases of each have in common."""
+    found: list[Case] = []
+    for shape in shapes(ranks):
+        if ranks < 8 or (shape["pp"], shape["cp"], shape["tp"]) == (2, 1, 2):
+            more = product(SCHEDULES, CHOICES["model"]) if shape["pp"] > 1 else [()]
+            names = ("schedule", "model")
+            found += [{**shape, **dict(zip(names, values, strict=False))} for values in more]
+    return found
+
+
+def label(piece: Case) -> str:
+    """Return the name of a piece in the name of its test."""
+    return "-".join(f"{k}{v}" if k in ("pp", "cp", "tp") else v for k, v in piece.items())
+
+
+def part(piece: Case, ranks: int) -> list[Case]:
+    """Return the cases of a piece; every combination is among them that means something."""
+    usual = {"experts": 0, "ep": 1, "recompute": False}
+    free = [
+        n for n in CHOICES if n not in piece and (n not in ONLY_WITH or piece[ONLY_WITH[n]] > 1)
+    ]
+    values = product(*(CHOICES[name] for name in free))
+    found = [{**piece, **dict(zip(free, chosen, strict=True)), **usual} for chosen in values]
+    assert all(valid(case, ranks) for case in found)
+    return found
+
+
+def run(world: MPI.Intracomm, chosen: list[Case], text: str, steps: int = TINY.steps) -> float:
+    """Train every case, and one process for each kind of model; compare.
+
+    Return the largest deviation of a loss or gradient norm, relative.
+    """
+    neutral: Case = {"pp": 1, "cp": 1, "tp": 1, "sequence_parallel": False, "fsdp": "none"}
     neutral |= {"ep": 1, "recompute": False, "overlap": False, "cp_layout": None}
     neutral |= {"schedule": None, "microbatches": None}
-    configs = [replace(configured(case), data=text) for case in chosen]
+    configs = [replace(configured(case), data=text, steps=steps) for case in chosen]
     kinds = list(dict.fromkeys(replace(config, **neutral) for config in configs))
     mine = {kind: train(kind, MPI.COMM_SELF) for kind in kinds[world.rank :: world.size]}
     alone = {kind: rows for part in world.allgather(mine) for kind, rows in part.items()}
+    worst = 0.0
     for case, config in zip(chosen, configs, strict=True):
         try:
-            assert_same(train(config, world), alone[replace(config, **neutral)])
+            rows, right = train(config, world), alone[replace(config, **neutral)]
+            assert_same(rows, right)
         except BaseException as error:
             error.add_note(f"case: {case}")
             raise
+        for row, one in zip(rows, right, strict=True):
+            for name in one.keys() & {"loss", "grad_norm", "val_loss"}:
+                worst = max(worst, abs(row[name] - one[name]) / abs(one[name]))
+    return worst
 
 
 @pytest.mark.time_limit(400)
@@ -153,10 +192,36 @@ def test_meshes_give_the_same_numbers(
 
 @pytest.mark.full_matrix
 @pytest.mark.time_limit(36_000)
-def test_every_mesh_gives_the_same_numbers(world: MPI.Intracomm, text: str) -> None:
-    everything = cases(world.size)
-    plain = [case for case in everything if not case["experts"] and not case["recompute"]]
-    run(world, [*plain, *covering(everything, 3)], text)
+@pytest.mark.parametrize("piece", pieces(MPI.COMM_WORLD.size), ids=label)
+def test_every_mesh_gives_the_same_numbers(world: MPI.Intracomm, text: str, piece: Case) -> None:
+    chosen = part(piece, world.size)
+    worst = run(world, chosen, text, steps=5)
+    if world.rank == 0:
+        print(f"{label(piece)}: {len(chosen)} cases, largest deviation {worst:.1e}")
+
+
+@pytest.mark.full_matrix
+@pytest.mark.time_limit(36_000)
+def test_every_three_choices_give_the_same_numbers(world: MPI.Intracomm, text: str) -> None:
+    if world.size > 4:
+        pytest.skip("more cases than can be looked through: run it on 4 ranks or fewer")
+    run(world, world.bcast(covering(cases(world.size), 3) if world.rank == 0 else None), text)
+
+
+def test_no_case_of_the_full_matrix_is_dropped(world: MPI.Intracomm) -> None:
+    """Its pieces hold every combination of meshes, layouts, schedules, micro-batches and so on."""
+    if world.rank:
+        return
+    layouts, shared, tensor, staged = 4, 2 * 2 * 4, 2 * 2, 5 * 4
+    expected = sum(
+        shared
+        * (layouts if shape["cp"] > 1 else 1)
+        * (tensor if shape["tp"] > 1 else 1)
+        * (staged if shape["pp"] > 1 else 1)
+        for shape in shapes(4)
+    )
+    assert sum(len(part(piece, 4)) for piece in pieces(4)) == expected == 3728
+    assert sum(len(part(piece, 8)) for piece in pieces(8)) == shared * tensor * staged
 
 
 def test_the_chosen_cases_meet_every_pair(world: MPI.Intracomm) -> None:
