@@ -73,6 +73,14 @@ def resolved(python: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class _Running:
+    """Stands for numba.cuda in device functions of the simulator: what its kernels see."""
+
+    def __getattr__(self, name: str) -> Any:
+        simulator = importlib.import_module("numba.cuda.simulator.kernel")
+        return getattr(simulator._get_kernel_context(), name)
+
+
 class DeviceFunction(Deferred):
     """A function that kernels call."""
 
@@ -83,7 +91,11 @@ class DeviceFunction(Deferred):
     def resolve(self) -> Any:
         """Return Numba's function, of any types; in the simulator the Python function."""
         python = resolved(self.python)
-        return python if simulated() else cuda.jit(device=True, forceinline=True)(python)
+        if not simulated():
+            return cuda.jit(device=True, forceinline=True)(python)
+        if "cuda" in python.__globals__:  # the simulator replaces it only in kernels
+            python.__globals__["cuda"] = _Running()
+        return python
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it as Python."""

@@ -99,3 +99,27 @@ def load4(place: Any) -> tuple[Any, ...]:
 def store4(place: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     """Write 16 bytes of global memory, at an address that is a multiple of 16."""
     _words(place, 4)[:] = (a, b, c, d)
+
+
+class Quad(Deferred):
+    """Four neighbouring elements of an array at an address that is a multiple of their size."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+
+    def resolve(self) -> Any:
+        """Return Numba's intrinsic, which reads 16 bytes at a time; in the simulator a slice."""
+        if simulated():
+            return self
+        if self._made is None:
+            from mpipar.kernels.ptx_build import quad_of
+
+            self._made = quad_of()
+        return self._made
+
+    def __call__(self, array: Any, index: Any) -> Any:
+        """Return the four."""
+        return tuple(array[index : index + 4])
+
+
+quad: Any = Quad()

@@ -62,3 +62,27 @@ def address_of(shared: bool) -> Any:
         return signature, emit
 
     return numba_intrinsic(typed)
+
+
+def quad_of() -> Any:
+    """Return a function from an array and an index to four elements, read 16 bytes at a time."""
+
+    def typed(_: Any, array: Any, index: Any) -> Any:
+        result = types.UniTuple(array.dtype, 4)
+        signature = result(array, index)
+
+        def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            data = context.make_array(array)(context, builder, arguments[0]).data
+            place = builder.gep(data, [arguments[1]])
+            element = LLVM[str(array.dtype)]
+            vector = builder.bitcast(place, ir.VectorType(element, 4).as_pointer())
+            read = builder.load(vector)
+            read.align = min(16, 4 * array.dtype.bitwidth // 8)
+            parts = [
+                builder.extract_element(read, ir.Constant(ir.IntType(32), n)) for n in range(4)
+            ]
+            return context.make_tuple(builder, result, parts)
+
+        return signature, emit
+
+    return numba_intrinsic(typed)
