@@ -52,6 +52,31 @@ def put(shared: Any, start: Any, held: Any, k_rows: Any) -> Any:
 
 
 @device
+def row_of(
+    sums: Any,
+    at: Any,
+    a: Any,
+    b0: Any,
+    b1: Any,
+    b2: Any,
+    b3: Any,
+    b4: Any,
+    b5: Any,
+    b6: Any,
+    b7: Any,
+) -> Any:
+    """Add a's products to 8 sums."""
+    sums[at + 0] += a * b0
+    sums[at + 1] += a * b1
+    sums[at + 2] += a * b2
+    sums[at + 3] += a * b3
+    sums[at + 4] += a * b4
+    sums[at + 5] += a * b5
+    sums[at + 6] += a * b6
+    sums[at + 7] += a * b7
+
+
+@device
 def multiply(sums: Any, left: Any, right: Any, start: Any) -> Any:
     """Add the products of one slice to this thread's 8 x 8 sums."""
     y, x = cuda.threadIdx.x // 16 * 4, cuda.threadIdx.x % 16 * 4
@@ -61,11 +86,14 @@ def multiply(sums: Any, left: Any, right: Any, start: Any) -> Any:
         a4, a5, a6, a7 = quad(left, row + y + 64)
         b0, b1, b2, b3 = quad(right, row + x)
         b4, b5, b6, b7 = quad(right, row + x + 64)
-        a = (a0, a1, a2, a3, a4, a5, a6, a7)
-        b = (b0, b1, b2, b3, b4, b5, b6, b7)
-        for i in range(8):
-            for j in range(8):
-                sums[i * 8 + j] += a[i] * b[j]
+        row_of(sums, 0, a0, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 8, a1, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 16, a2, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 24, a3, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 32, a4, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 40, a5, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 48, a6, b0, b1, b2, b3, b4, b5, b6, b7)
+        row_of(sums, 56, a7, b0, b1, b2, b3, b4, b5, b6, b7)
 
 
 @device
