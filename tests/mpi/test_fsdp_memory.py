@@ -12,8 +12,8 @@ import mpipar as mp
 from mpipar.autograd import add_pump
 from mpipar.bench.train_memory import forget_peak
 
-WIDTH, UNITS, ROWS = 512, 50, 4  # 13.1 M parameters: 210 MB of float32 weights, gradients, moments
-UNIT_BYTES = 4 * WIDTH * WIDTH
+SIZES = [(512, 50), (1024, 14)]  # features, units: 210 and 235 MB of weights, gradients, moments
+ROWS = 4
 MEGABYTE = 1 << 20
 COUNTS = Path("/proc/self/smaps_rollup")
 
@@ -37,9 +37,9 @@ def allocated_bytes() -> int:
 class Chain(mp.nn.Module):
     """Equal units, and nothing else."""
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, width: int, units: int) -> None:
         self.blocks = [
-            mp.nn.Linear(WIDTH, WIDTH, bias=False, seed=0, name=f"blocks.{n}") for n in range(units)
+            mp.nn.Linear(width, width, bias=False, seed=0, name=f"blocks.{n}") for n in range(units)
         ]
 
     def forward(self, x: Any) -> Any:
@@ -48,11 +48,11 @@ class Chain(mp.nn.Module):
         return (x * x).sum()
 
 
-def train(units: int, comm: mp.Communicator, steps: int, look: Any) -> Any:
+def train(width: int, units: int, comm: mp.Communicator, steps: int, look: Any) -> Any:
     """Take steps; call `look` between some nodes of backward and after each update."""
-    net = mp.FSDP(Chain(units), comm, mp.FsdpConfig(), op="sum")
+    net = mp.FSDP(Chain(width, units), comm, mp.FsdpConfig(), op="sum")
     optimizer = mp.optim.AdamW(net.parameters(), lr=1e-3)
-    x = mp.Tensor(np.full((ROWS, WIDTH), 0.5, np.float32))
+    x = mp.Tensor(np.full((ROWS, width), 0.5, np.float32))
     nodes = count()
     pump = add_pump(lambda: next(nodes) % 9 or look())  # reading takes the system milliseconds
     for _ in range(steps):
@@ -64,22 +64,28 @@ def train(units: int, comm: mp.Communicator, steps: int, look: Any) -> Any:
     return net, optimizer
 
 
-def test_what_the_system_counts(world: MPI.Intracomm) -> None:
-    """A rank needs 16 bytes a parameter / ranks x 1.05, two gathered units, and activations."""
+@pytest.mark.parametrize(("width", "units"), SIZES)
+def test_what_the_system_counts(world: MPI.Intracomm, width: int, units: int) -> None:
+    """A rank needs 16 bytes a parameter / ranks x 1.05, two gathered units, and activations.
+
+    Many units with the next one on its way, or few that are too large for that.
+    """
     if not COUNTS.exists() or "Pss_Anon:" not in counted():
         pytest.skip("the system does not count shared memory by process and kind")
     with mp.Communicator(world) as comm:
-        net, _ = train(2, comm, 2, lambda: None)  # what a process has anyway: code, MPI's buffers
+        net, _ = train(
+            width, 2, comm, 2, lambda: None
+        )  # what a process has anyway: code, MPI's buffers
         net.destroy()
         del net, _
         forget_peak()
         world.Barrier()
         base, seen = allocated_bytes(), []
-        net, optimizer = train(UNITS, comm, 2, lambda: seen.append(allocated_bytes()))
+        net, optimizer = train(width, units, comm, 2, lambda: seen.append(allocated_bytes()))
         measured = max(seen) - base
-        total, activations = UNITS * WIDTH * WIDTH, UNITS * 2 * 4 * ROWS * WIDTH
+        total, activations = units * width * width, units * 2 * 4 * ROWS * width
         moments = sum(array.nbytes for array in optimizer.state_dict().values())
         told = net.memory_stats()["peak_memory_mb"] * MEGABYTE + moments + activations
         net.destroy()
-    assert measured <= 16 * total / comm.size * 1.05 + 2 * UNIT_BYTES + activations
+    assert measured <= 16 * total / comm.size * 1.05 + 2 * 4 * width * width + activations
     assert measured == pytest.approx(told, rel=0.05)

@@ -49,7 +49,7 @@ def test_parameters_that_stay_are_gathered_once(comm: mp.Communicator, strategy:
         for number in range(3):  # micro-batches
             with net.no_sync() if number < 2 else contextlib.nullcontext():
                 backward(net, comm)
-        again = 2 if all_units else 0  # in backward: the others are still there
+        again = 3 if all_units else 0  # in backward: the last one is still there
         assert comm.calls["all_gather"] - before == (0 if stays else 3 * (all_units + again))
         optimizer.step()
         gathers()

@@ -42,6 +42,8 @@ class FsdpConfig:
     reduce_dtype: in which gradients travel; None: the one that they are computed in.  16-bit sums
     are taken in float32 and rounded once.
     flatten_parameters: cut the parameters of a unit as one array; else each by its first dimension.
+    prefetch: gather the next unit while one is computed, which takes the memory of a third unit
+    beside one that is whole and its gradient; None: if that is little beside what a rank keeps.
     bucket_mb: at most so much, in 2^20 bytes, travels as one message, and at most so much of the
     gradients (or one message) is on its way at a time.
 
@@ -56,12 +58,14 @@ class FsdpConfig:
     reduce_dtype: str | None = None
     flatten_parameters: bool = True
     bucket_mb: float = 25
+    prefetch: bool | None = None
 
     def __post_init__(self) -> None:
         """Check what does not depend on the number of ranks."""
         _one_of("sharding_strategy", self.sharding_strategy, STRATEGIES)
         _one_of("mixed_precision", self.mixed_precision, (None, *SIXTEEN_BITS))
         _one_of("reduce_dtype", self.reduce_dtype, (None, "float32", *SIXTEEN_BITS))
+        _one_of("prefetch", self.prefetch, (None, True, False))
         if not _is_count(self.min_param_size, 0):
             rule = "it must be a number of elements"
             raise ConfigError(

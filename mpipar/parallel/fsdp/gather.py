@@ -1,8 +1,10 @@
 """Gathering: a unit is whole while it is computed, and the next one is on its way meanwhile.
 
 Where parameters are freed, the units take turns in two buffers, and what is used by the whole model
-has one of its own.  Unit k always comes back to the SAME memory, since operations may have kept
-views of their weights for backward:
+has one of its own.  Few units that are large take turns in ONE, with no next one on its way: the
+whole gradient of a unit takes the memory of the other (`costs_little` in unit.py draws the line).
+Unit k always comes back to the SAME memory, since operations may have kept views of their weights
+for backward:
 
     forward    use 0 (A), 1 on its way (B) | use 1 (B), 2 (A) | use 2 (A), 3 (B) | use 3 (B)
     backward   use 3 (B), 2 is still in A  | use 2 (A), 1 (B) | use 1 (B), 0 (A) | use 0 (A)
@@ -45,18 +47,25 @@ class Gatherer:
     """Brings units to where they are used; see the module.
 
     base: the units that the whole model uses; units: those that are used one after the other.
+    frees: whether units are whole only where they are used; prefetches: whether the next one is on
+    its way meanwhile.
     """
 
     def __init__(
-        self, base: Sequence[Unit], units: Sequence[Unit], link: Link | None, frees: bool
+        self,
+        base: Sequence[Unit],
+        units: Sequence[Unit],
+        link: Link | None,
+        frees: bool,
+        prefetches: bool,
     ) -> None:
         self._link = link
-        self._frees = frees
-        turns = [Buffer(), Buffer()]
+        self._frees, self._prefetches = frees, prefetches or not frees
+        turns = [Buffer() for _ in range(2 if prefetches else 1)]
         self._base = [Place(unit, Buffer()) for unit in base]
         own = [not frees or unit.cut.ranks == 1 for unit in units]
         self._units = [
-            Place(unit, Buffer() if alone else turns[number % 2])
+            Place(unit, Buffer() if alone else turns[number % len(turns)])
             for number, (unit, alone) in enumerate(zip(units, own, strict=True))
         ]
         self._index = {id(place.unit): number for number, place in enumerate(self._units)}
@@ -81,13 +90,13 @@ class Gatherer:
             self._finish(place)
 
     def use(self, unit: Unit) -> None:
-        """Have a unit whole, and its neighbour on the way."""
+        """Have a unit whole, and its neighbour on the way if that is prefetched."""
         number = self._index[id(unit)]
         place = self._units[number]
         self._start(place)
         self._finish(place)
         beside = number - 1 if self.backward else number + 1
-        if 0 <= beside < len(self._units):
+        if self._prefetches and 0 <= beside < len(self._units):
             self._start(self._units[beside])
 
     def use_base(self) -> None:

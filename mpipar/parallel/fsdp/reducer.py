@@ -25,11 +25,10 @@ from mpipar.comm.buckets import MEGABYTE
 from mpipar.errors import StateError, explain
 from mpipar.parallel.fsdp.gradients import Gradients, Pool
 from mpipar.parallel.fsdp.links import Links
-from mpipar.parallel.fsdp.unit import Unit
+from mpipar.parallel.fsdp.unit import Unit, costs_little
 
-BUFFERS = 2  # of units' whole gradients: one is written, one is on its way
+BUFFERS = 2  # of units' whole gradients: one is written, one on its way if that costs little
 ABORTED = 2  # instead of whether a rank has used a parameter
-SPARE = 0.025  # the second only where it costs less than this share of what a rank keeps
 
 
 class Flight:
@@ -74,7 +73,8 @@ class Reducer:
         self._links, self._op, self._wire = links, op, wire
         self.pool = Pool()
         self.grads = [Gradients(unit, keeps) for unit in (*units[::-1], *base[::-1])]
-        self._limit = _buffers(units) + sum(not grads.keeps for grads in self.grads[len(units) :])
+        alone = sum(not grads.keeps for grads in self.grads[len(units) :])
+        self._limit = alone + (BUFFERS if costs_little(units, BUFFERS) else 1)
         self._of = {id(grads.unit): grads for grads in self.grads}
         self._queue = [
             (grads, which)
@@ -287,10 +287,3 @@ class Reducer:
         """Bytes of all gradients, whole or not, and of what is on its way in another dtype."""
         flights = sum(flight.bytes for flight in self._flights)
         return flights + self.pool.bytes + sum(grads.bytes for grads in self.grads)
-
-
-def _buffers(units: Sequence[Unit]) -> int:
-    """Return how many of the units' whole gradients there may be at a time."""
-    largest = max((unit.layout.total * unit.narrow.itemsize for unit in units), default=0)
-    kept = 4 * sum(unit.shard_bytes for unit in units)  # values, gradients and two moments
-    return BUFFERS if BUFFERS * largest <= SPARE * kept else 1

@@ -21,6 +21,8 @@ from mpipar.nn.spec import Spec
 from mpipar.parallel.fsdp.freed import Freed
 from mpipar.parallel.fsdp.layout import Layout
 
+SPARE = 0.025  # of what a rank keeps: memory that speed may take
+
 
 class Named(NamedTuple):
     """A parameter of the module and its path there."""
@@ -146,6 +148,11 @@ class Unit:
             param.on_update = None
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole gradients."""
+        return self.layout.total * self.narrow.itemsize
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of the values that this rank keeps."""
         return sum(own.nbytes for own in self.owns)
@@ -157,3 +164,10 @@ class Unit:
             return self.layout.total * self.wide.itemsize
         whole = self.layout.total * self.narrow.itemsize if self.stays else 0
         return self.shard_bytes + whole
+
+
+def costs_little(units: Sequence[Unit], buffers: int) -> bool:
+    """Say whether so many buffers, each for any of the units, are little beside what is kept."""
+    largest = max((unit.gradient_bytes for unit in units), default=0)
+    kept = 4 * sum(unit.shard_bytes for unit in units)  # values, gradients and two moments
+    return buffers * largest <= SPARE * kept

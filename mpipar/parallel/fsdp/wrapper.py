@@ -6,8 +6,9 @@
     optimiser: on 1/p of the parameters, gradients and moments, no message
 
 The module is cut in units, by default its blocks and the rest of it.  A hook before a unit's
-forward gathers it, and the next one meanwhile; a node in the graph, behind its forward, does the
-same before its backward; the hooks of its parameters start the reduction of its gradients.
+forward gathers it, and the next one meanwhile (`prefetch`); a node in the graph, behind its
+forward, does the same before its backward; the hooks of its parameters start the reduction of its
+gradients.
 
 Rajbhandari et al., ZeRO (SC 2020); Zhao et al., PyTorch FSDP (VLDB 2023), whose habits these are.
 Cost of a step: reduce_scatter and all_gather of n parameters, as much as one all_reduce; one more
@@ -35,7 +36,7 @@ from mpipar.parallel.fsdp.gather import Gatherer
 from mpipar.parallel.fsdp.links import Links
 from mpipar.parallel.fsdp.memory import Memory, give_back_freed, measure
 from mpipar.parallel.fsdp.reducer import Reducer
-from mpipar.parallel.fsdp.unit import Cut, Named, Unit
+from mpipar.parallel.fsdp.unit import Cut, Named, Unit, costs_little
 from mpipar.parallel.fsdp.watch import Watch
 from mpipar.parallel.wrapped import Wrapper, require_communicator, require_unwrapped
 
@@ -117,7 +118,9 @@ class FSDP(Wrapper):
         self._base = [unit for unit in base if unit is not None]
         self._own = [unit for unit in own if unit is not None]
         self._units = [*self._base, *self._own]
-        self._gatherer = Gatherer(self._base, self._own, links.gather, config.frees_parameters)
+        ahead = costs_little(self._own, 1) if config.prefetch is None else config.prefetch
+        whole = (links.gather, config.frees_parameters, ahead)
+        self._gatherer = Gatherer(self._base, self._own, *whole)
         wire: Any = None if config.reduce_dtype is None or comm.size == 1 else config.reduce_dtype
         wire = None if wire is None else dtype_of(wire)
         how = (links, op, config.keeps_gradients, wire, config.bucket_mb)
