@@ -79,9 +79,15 @@ def from_bucket(param: Any) -> bool:
     return param.grad is param.home or not param.grad.flags.writeable
 
 
-@pytest.mark.parametrize("bucket_mb", [25, 2**-10, 2**-20])
-def test_five_steps_are_those_of_one_rank(comm: mp.Communicator, bucket_mb: float) -> None:
-    alone, net = Net(), mp.DataParallel(Net(), comm, bucket_mb=bucket_mb)
+@pytest.mark.parametrize(
+    ("bucket_mb", "parts"), [(25, 1), (2**-10, 1), (2**-20, 1), (25, 3), (2**-10, 3)]
+)
+def test_five_steps_are_those_of_one_rank(
+    comm: mp.Communicator, bucket_mb: float, parts: int
+) -> None:
+    """The parts of a step have gradients of different sizes, whose mean is that of the batch."""
+    alone = Net()
+    net = mp.DataParallel(Net(), comm, accumulation_steps=parts, bucket_mb=bucket_mb)
     first = AdamW(alone.parameters(), lr=0.01)
     second = AdamW(net.parameters(), lr=0.01)
     for step in range(5):
@@ -89,7 +95,9 @@ def test_five_steps_are_those_of_one_rank(comm: mp.Communicator, bucket_mb: floa
         loss_of(alone, slice(0, ROWS)).backward()
         loss = loss_of(net, mine(comm))
         second.zero_grad()  # between forward and backward: it makes no difference
-        loss.backward()
+        for part in range(1, parts + 1):
+            loss = loss_of(net, mine(comm)) if part > 1 else loss
+            (loss * (2 * part / (parts + 1))).backward()
         assert_gradients(net, [param.grad for param in alone.parameters()])
         first.step()
         second.step()

@@ -34,11 +34,13 @@ def exchange(
 
 
 def _first(texts: list[str], own: MpiparError | None) -> MpiparError:
-    """Return the error of the lowest rank that has one: the object itself where it is this one."""
+    """Return the error of the lowest rank that has one, with the same text on every rank.
+
+    It is the object itself where all ranks have the same.
+    """
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    name, _, message = text.partition("\n")
-    if own is not None and (type(own).__name__, str(own)) == (name, message):
+    if own is not None and all(other == text for other in texts):
         return own
-    where = "" if all(other == text for other in texts) else f" (rank {rank})"
+    name, _, message = text.partition("\n")
     kind = getattr(mpipar.errors, name, MpiparError)
-    return kind(f"{message}{where}")
+    return kind(f"{message} (rank {rank})")
