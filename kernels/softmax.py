@@ -7,7 +7,7 @@ Cost on the CPU: one exponential an element; rows are read once and written once
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.blocks import (
     host,
     matrix,
@@ -21,6 +21,7 @@ from mpipar.kernels.blocks import (
 )
 from mpipar.kernels.native import Floats, loop, usable
 from mpipar.kernels.native_math import ONE, ZERO, exp, largest
+from mpipar.kernels.softmax_cuda import backward_cuda, forward_cuda
 
 
 def reference(x: np.ndarray, log: bool = False) -> np.ndarray:
@@ -97,7 +98,8 @@ def backward_loop(g: Floats, y: Floats, dx: Floats, n: int, d: int) -> None:
 
 def forward(x: np.ndarray, log: bool = False) -> np.ndarray:
     """Return the softmax of x (..., D) over the last dimension, or its logarithm."""
-    host("softmax", x)
+    if is_device(x):
+        return forward_cuda(x, log)
     if not log and usable(x):
         y = np.empty(x.shape, x.dtype)
         forward_loop(x, y, x.size // max(x.shape[-1], 1), x.shape[-1])
@@ -107,7 +109,9 @@ def forward(x: np.ndarray, log: bool = False) -> np.ndarray:
 
 def backward(g: np.ndarray, y: np.ndarray, log: bool = False) -> np.ndarray:
     """Return the gradient of x: g and y (the forward result) have its shape."""
-    host("softmax", g, y)
+    if is_device(y):
+        return backward_cuda(g, y, log)
+    host("softmax", g)
     if not log and usable(g, y):
         dx = np.empty(y.shape, y.dtype)
         backward_loop(g, y, dx, y.size // max(y.shape[-1], 1), y.shape[-1])
