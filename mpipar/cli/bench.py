@@ -328,7 +328,8 @@ def _pipeline(config: Pipeline, world: Any) -> None:
             if comm.rank == 0:
                 print(
                     f"{name:12} {row.step_s * 1e3:9.1f} ms   idle {row.idle:6.1%}"
-                    f"   simulated {row.simulated_idle:6.1%}   ratio {row.ratio:5.2f}",
+                    f"   simulated {row.simulated_idle:6.1%}   ratio {row.ratio:5.2f}"
+                    f"   without messages {row.plain_idle:6.1%}",
                     flush=True,
                 )
     if world.rank == 0:

@@ -298,6 +298,8 @@ def test_the_measured_timeline(comm: Communicator) -> None:
                 assert 0 <= before.start <= before.stop <= after.start
         times = measured(timeline)
         assert len(times) == 3 * 4 * comm.size
+        posted = set(measured(pipe.gather_timeline(messages=True))) - set(times)
+        assert posted == {a for row in pipe.schedule.actions for a in row if not a.computes}
         result = simulate(plain, measured=times)
         assert [one.name for one in result.timeline.of(0)] == [s.name for s in timeline.of(0)]
         assert draw(timeline).count("rank") >= comm.size

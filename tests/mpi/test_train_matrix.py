@@ -131,15 +131,16 @@ def pieces(ranks: int) -> list[Case]:
     found: list[Case] = []
     for shape in shapes(ranks):
         if ranks < 8 or (shape["pp"], shape["cp"], shape["tp"]) == (2, 1, 2):
-            more = product(SCHEDULES, CHOICES["model"]) if shape["pp"] > 1 else [()]
-            names = ("schedule", "model")
+            names = ("schedule", "model", *(("fsdp",) if ranks == 8 else ()))
+            more = product(*(CHOICES[n] for n in names)) if shape["pp"] > 1 else [()]
             found += [{**shape, **dict(zip(names, values, strict=False))} for values in more]
     return found
 
 
 def label(piece: Case) -> str:
     """Return the name of a piece in the name of its test."""
-    return "-".join(f"{k}{v}" if k in ("pp", "cp", "tp") else v for k, v in piece.items())
+    named = ("pp", "cp", "tp", "fsdp")
+    return "-".join(f"{k}{v}" if k in named else v for k, v in piece.items())
 
 
 def part(piece: Case, ranks: int) -> list[Case]:

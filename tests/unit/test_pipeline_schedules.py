@@ -238,6 +238,17 @@ def test_what_cannot_be_made(call: tuple[str, int, int], words: str) -> None:
         make(*call)
 
 
+def test_measured_messages_keep_ranks_busy() -> None:
+    schedule = lower(make("gpipe", 2, 1))  # 0F0 send; recv 1F0 1B0 send; recv 0B0
+    words = {"0SEND_F0": 1.0, "1RECV_F0": 0.5, "1SEND_B0": 2.0, "0RECV_B0": 4.0}
+    times = {parse_action(word): seconds for word, seconds in words.items()}
+    found = simulate(schedule, send=0.25, measured=times)
+    starts = {span.name: span.start for span in found.timeline.spans}
+    last = 1 + 1.0 + 0.25  # the first F, its message posted, on its way
+    # rank 1 computes B for 2 seconds at once; rank 0 has posted its receive long before
+    assert starts == {"0F0": 0.0, "1F0": last, "1B0": last + 1, "0B0": last + 3 + 2.0 + 0.25}
+
+
 def test_simulated_times() -> None:
     schedule = make("1f1b", 2, 2)
     found = simulate(schedule, forward=[1.0, 2.0], backward=[3.0, 4.0], weight=0.0, send=10.0)

@@ -103,7 +103,6 @@ class Executor:
             self._on_stage_done(stage)
 
     def _do(self, action: Action, going: Pass) -> None:
-        peer, rows = self._schedule.peer, going.batch.sizes[action.microbatch]
         match action.kind:
             case "F":
                 self._forward(action, going)
@@ -113,13 +112,22 @@ class Executor:
                 start = self.recorder.now()
                 self._stages[action.stage].weights(action.microbatch)
                 self.recorder.add(action, start)
+            case _:
+                start = self.recorder.now()
+                self._post(action, going)
+                self.recorder.add(action, start)
+
+    def _post(self, action: Action, going: Pass) -> None:
+        """Start to send, or make ready to receive."""
+        peer, rows = self._schedule.peer(action), going.batch.sizes[action.microbatch]
+        match action.kind:
             case "SEND_F" | "SEND_B":
-                self._messages.send(action, going.outgoing.pop(action), peer(action), rows)
+                self._messages.send(action, going.outgoing.pop(action), peer, rows)
             case "RECV_F":
-                self._messages.receive(action, peer(action), rows)
+                self._messages.receive(action, peer, rows)
             case "RECV_B":
                 form = self._stages[action.stage].held[action.microbatch].form
-                self._messages.receive_like(action, form, peer(action))
+                self._messages.receive_like(action, form, peer)
 
     def _forward(self, action: Action, going: Pass) -> None:
         number, _, k = action

@@ -153,14 +153,17 @@ class Pipeline:
         exchange(self._link, (), fault or self._fault())
         self._run(going, BACKWARD)
 
-    def gather_timeline(self) -> Timeline:
-        """Collective: return when each rank ran what in the latest step (see `timeline`)."""
-        return self._executor.recorder.gather(self._link)
+    def gather_timeline(self, messages: bool = False) -> Timeline:
+        """Collective: return when each rank ran what in the latest step (see `timeline`).
+
+        messages: with what each rank itself spent on starting to send and to receive.
+        """
+        return self._executor.recorder.gather(self._link, messages)
 
     @property
     def executed(self) -> tuple[Action, ...]:
         """The actions of this rank in the latest step, in the order in which they ran."""
-        return tuple(self._executor.recorder.actions)
+        return tuple(a for a in self._executor.recorder.actions if a.computes)
 
     @property
     def tied(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@
     print(mpipar.schedule.draw(timeline))
     predicted = schedule.pipeline.simulate(schedule, measured=measured(timeline))
 
-A span is the computation of an action alone: waiting for messages lies between spans.  The clock
+A span is the computation of an action alone: waiting for messages lies between spans.  What a rank
+spends on posting messages is timed too, and gathered by `gather(messages=True)`.  The clock
 of each rank starts when the ranks have agreed on the step, which is the same moment but for the
 latency of a small message.
 """
@@ -16,14 +17,13 @@ import numpy as np
 
 from mpipar.parallel.communicator import Communicator
 from mpipar.schedule.pipeline import Action, parse_action, span
-from mpipar.trace import Span, Timeline
-
-KINDS = "FBW"
+from mpipar.schedule.pipeline.action import KINDS
+from mpipar.trace import Timeline
 
 
 @dataclass
 class Recorder:
-    """The actions of this rank in the latest step, and their times in seconds."""
+    """The actions of this rank in the latest step, messages too, and their times in seconds."""
 
     actions: list[Action] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
@@ -43,19 +43,13 @@ class Recorder:
         self.actions.append(action)
         self.times.append((start, self.now()))
 
-    def spans(self, rank: int) -> list[Span]:
-        """Return the spans of this rank, as rank `rank`."""
-        return [
-            span(rank, action, *times)
-            for action, times in zip(self.actions, self.times, strict=True)
-        ]
-
-    def gather(self, comm: Communicator) -> Timeline:
-        """Collective: return the spans of all ranks."""
+    def gather(self, comm: Communicator, messages: bool = False) -> Timeline:
+        """Collective: return the spans of all ranks; those of posting messages if asked for."""
         rows = np.array(
             [
                 (comm.rank, action.stage, KINDS.index(action.kind), action.microbatch, *times)
                 for action, times in zip(self.actions, self.times, strict=True)
+                if messages or action.computes
             ],
             np.float64,
         ).reshape(-1, 6)

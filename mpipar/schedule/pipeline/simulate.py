@@ -1,9 +1,9 @@
 """What a pipeline schedule costs: when each action runs, how long ranks are idle, what they hold.
 
 A rank runs its actions one after another, each as soon as what it needs has been computed and, from
-another rank, has arrived `send` seconds later.  Messages cost the ranks themselves no time: they
-travel while both compute.  With all F, B and W equal, no time for messages, p ranks and m
-micro-batches, the idle share of the makespan is
+another rank, has arrived `send` seconds later.  Messages travel while both ranks compute; starting
+them costs the ranks themselves no time, unless that was measured.  With all F, B and W equal, no
+time for messages, p ranks and m micro-batches, the idle share of the makespan is
 
     gpipe, 1f1b   (p-1)/(m+p-1)
     interleaved   (p-1)/(v m+p-1)       v stages of 1/v of the size on each rank, m >= p
@@ -49,7 +49,8 @@ def simulate(
     `forward`, `backward` and `weight` are the seconds of F, of the gradient of a stage's input, and
     of the gradient of its weights: numbers, or a sequence with one for each stage.  A B that is not
     split takes backward + weight.  `send` is what a message takes on its way; `measured` has the
-    seconds of single actions, which then take these instead.
+    seconds of single actions, which then take these instead; those of a lowered schedule's messages
+    keep the rank busy where they stand in its row.
 
     Raises ScheduleError for a schedule that is not correct, ConfigError for times that are negative
     or not one for each stage.
@@ -64,22 +65,46 @@ def simulate(
     if not schedule.split:
         times["B"] = [b + w for b, w in zip(times["B"], times["W"], strict=True)]
     measured = measured or {}
+    posts, sent = _posting(schedule, measured), _sending(schedule, measured)
     plain, placement = schedule.computation(), schedule.placement
     timeline, free, ended = Timeline(), [0.0] * schedule.ranks, dict[Action, float]()
     for rank, action in order:
-        start = free[rank]
+        start = free[rank] + posts.get(action, 0.0)
         for needed in plain.needs(action):
             sender = placement[needed.stage]
-            start = max(start, ended[needed] + (send if sender != rank else 0.0))
+            start = max(
+                start, ended[needed] + (sent.get(needed, 0.0) + send if sender != rank else 0.0)
+            )
         seconds = measured.get(action, times[action.kind][action.stage])
         free[rank] = ended[action] = start + seconds
         timeline.add(span(rank, action, start, start + seconds))
     return PipelineResult(timeline.makespan, idle(timeline), peak_live(schedule), timeline)
 
 
+def _posting(schedule: PipelineSchedule, measured: Mapping[Action, float]) -> dict[Action, float]:
+    """Return for each F, B and W the seconds of its rank's messages since the one before it."""
+    found: dict[Action, float] = {}
+    for row in schedule.actions:
+        seconds = 0.0
+        for action in row:
+            if action.computes:
+                found[action], seconds = seconds, 0.0
+            else:
+                seconds += measured.get(action, 0.0)
+    return found
+
+
+def _sending(schedule: PipelineSchedule, measured: Mapping[Action, float]) -> dict[Action, float]:
+    """Return for each F and B the seconds until what it made is sent."""
+    if not schedule.lowered:
+        return {}
+    pairs = ((a, schedule.message(a)) for row in schedule.actions for a in row if a.computes)
+    return {action: measured.get(ends[0], 0.0) for action, ends in pairs if ends is not None}
+
+
 def span(rank: int, action: Action, start: float, stop: float) -> Span:
     """Return the span of an action, simulated or measured, as pictures show it."""
-    return Span(rank, str(action), COMPUTE[action.kind], start, stop)
+    return Span(rank, str(action), COMPUTE.get(action.kind, "message"), start, stop)
 
 
 def idle(timeline: Timeline) -> float:
