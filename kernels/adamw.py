@@ -10,6 +10,8 @@ import math
 
 import numpy as np
 
+from mpipar.arrays import is_device
+from mpipar.kernels.adamw_cuda import adamw_step_cuda
 from mpipar.kernels.blocks import BLOCK_BYTES, flat, host
 from mpipar.kernels.native import Floats, loop, usable
 
@@ -84,7 +86,13 @@ def adamw_step(
     m, v: float32 or wider, also for a 16-bit param.  step: counts from 1.
     Raises BufferMismatchError if one of them is not contiguous.
     """
-    host("adamw", param, grad, m, v)
+    if is_device(param):
+        adamw_step_cuda(
+            flat("param", param), grad.reshape(-1), flat("m", m), flat("v", v),
+            lr, beta1, beta2, eps, weight_decay, step, grad_scale,
+        )  # fmt: skip
+        return
+    host("adamw", grad, m, v)
     if usable(param, grad, m, v):
         root = math.sqrt(1 - beta2**step)
         adamw_loop(

@@ -7,7 +7,9 @@ exactly the elements that the whole array would keep.
 import numpy as np
 
 from mpipar import rng
+from mpipar.arrays import Array, is_device
 from mpipar.kernels.blocks import BLOCK_BYTES, host
+from mpipar.kernels.dropout_cuda import keep_cuda
 
 
 def reference(p: float, key: int, index: np.ndarray) -> np.ndarray:
@@ -30,10 +32,15 @@ def keep_cpu(shape: tuple[int, ...], p: float, key: int, index: np.ndarray | Non
     return kept
 
 
-def keep(shape: tuple[int, ...], p: float, key: int, index: np.ndarray | None = None) -> np.ndarray:
+def keep(
+    shape: tuple[int, ...], p: float, key: int, index: Array | None = None, like: Array = None
+) -> Array:
     """Return which elements are kept, each with probability 1 - p.
 
     index: the uint64 global index of each element, of (or broadcast to) `shape`; None: 0, 1, 2, ...
+    like: an array where the result shall be.
     """
+    if is_device(like):
+        return keep_cuda(shape, p, key, index)
     host("dropout", index)
     return keep_cpu(shape, p, key, index)

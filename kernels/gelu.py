@@ -12,9 +12,10 @@ import math
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.errors import ConfigError, explain
 from mpipar.kernels.blocks import element_blocks, element_scratch, host, place, store, widen
+from mpipar.kernels.gelu_cuda import backward_cuda, forward_cuda
 from mpipar.kernels.native import Floats, loop, usable
 from mpipar.kernels.native_math import ONE, F, exp
 
@@ -142,7 +143,8 @@ def forward(x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
     if approximate not in ("tanh", "none"):
         rule = 'it is "tanh" or "none"'
         raise ConfigError(explain("approximate", approximate, rule, "Choose one of them"))
-    host("gelu", x)
+    if is_device(x):
+        return forward_cuda(x, approximate)
     if approximate == "tanh" and usable(x):
         y = np.empty(x.shape, x.dtype)
         forward_loop(x, y, x.size)
@@ -152,7 +154,9 @@ def forward(x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
 
 def backward(g: np.ndarray, x: np.ndarray, approximate: str = "tanh") -> np.ndarray:
     """Return the gradient of x from g, that of y."""
-    host("gelu", g, x)
+    if is_device(x):
+        return backward_cuda(g, x, approximate)
+    host("gelu", g)
     if approximate == "tanh" and usable(g, x):
         dx = np.empty(x.shape, x.dtype)
         backward_loop(x, g, dx, x.size)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype, is_sixteen_bit
+from mpipar.arrays import compute_dtype, is_device, is_sixteen_bit
+from mpipar.kernels.reduce_cuda import fold_cuda
 
 COMBINE: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -41,6 +42,9 @@ def fold(
     `out` may be one of the operands, and has their dtype, or one is a 16-bit float and the other
     float32.  A `divisor` other than 1 divides the total before it is rounded (for "mean").
     """
+    if is_device(out):
+        fold_cuda(combine.__name__, operands, out, divisor)
+        return
     step = BLOCK_BYTES // out.dtype.itemsize
     narrow = is_sixteen_bit(out.dtype) or is_sixteen_bit(operands[0].dtype)
     if narrow or any(np.may_share_memory(out, operand) for operand in operands[2:]):

@@ -5,8 +5,9 @@ Stochastic gradient descent as PyTorch's; g is the gradient times grad_scale.  A
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.adamw import STEP
+from mpipar.kernels.adamw_cuda import sgd_step_cuda
 from mpipar.kernels.blocks import flat, host
 
 
@@ -52,8 +53,10 @@ def sgd_step(
     buffer: the momentum, float32 or wider, zeros at first; None without momentum.
     Raises BufferMismatchError if one of them is not contiguous.
     """
-    host("sgd", param, grad)
     velocity = None if buffer is None else flat("buffer", buffer)
-    sgd_step_cpu(
-        flat("param", param), grad.reshape(-1), velocity, lr, momentum, weight_decay, grad_scale
-    )
+    if is_device(param):
+        update = sgd_step_cuda
+    else:
+        host("sgd", grad)
+        update = sgd_step_cpu
+    update(flat("param", param), grad.reshape(-1), velocity, lr, momentum, weight_decay, grad_scale)

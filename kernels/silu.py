@@ -10,10 +10,16 @@ s is computed by NumPy as (1 + tanh(x/2)) / 2: no overflow, and tanh is the fast
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.blocks import element_blocks, element_scratch, host, place, store, widen
 from mpipar.kernels.native import Floats, loop, usable
 from mpipar.kernels.native_math import ONE, exp
+from mpipar.kernels.silu_cuda import (
+    backward_cuda,
+    forward_cuda,
+    swiglu_backward_cuda,
+    swiglu_cuda,
+)
 
 
 def reference(x: np.ndarray, up: np.ndarray | None = None) -> np.ndarray:
@@ -122,7 +128,8 @@ def swiglu_backward_loop(
 
 def forward(x: np.ndarray) -> np.ndarray:
     """Return silu(x), like x."""
-    host("silu", x)
+    if is_device(x):
+        return forward_cuda(x)
     if usable(x):
         y = np.empty(x.shape, x.dtype)
         forward_loop(x, y, x.size)
@@ -132,7 +139,9 @@ def forward(x: np.ndarray) -> np.ndarray:
 
 def backward(g: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return the gradient of x from g, that of silu(x)."""
-    host("silu", g, x)
+    if is_device(x):
+        return backward_cuda(g, x)
+    host("silu", g)
     if usable(g, x):
         dx = np.empty(x.shape, x.dtype)
         backward_loop(x, g, dx, x.size)
@@ -142,7 +151,9 @@ def backward(g: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Return silu(gate) * up; both have one shape and dtype."""
-    host("swiglu", gate, up)
+    if is_device(gate):
+        return swiglu_cuda(gate, up)
+    host("swiglu", up)
     if usable(gate, up):
         y = np.empty(gate.shape, gate.dtype)
         swiglu_loop(gate, up, y, y.size)
@@ -154,7 +165,9 @@ def swiglu_backward(
     g: np.ndarray, gate: np.ndarray, up: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the gradients of gate and up from g, that of y."""
-    host("swiglu", g, gate, up)
+    if is_device(gate):
+        return swiglu_backward_cuda(g, gate, up)
+    host("swiglu", g, up)
     if usable(g, gate, up):
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         swiglu_backward_loop(gate, up, g, dgate, dup, g.size)

@@ -175,7 +175,8 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
     check_float("dropout", data)
     if p == 0:
         return record(data, (x,), lambda g: g)
-    kept = beside(dropout_kernel.keep(data.shape, p, key, index), data)
+    where = None if index is None else beside(index, data)
+    kept = dropout_kernel.keep(data.shape, p, key, where, data)
 
     def scaled(a: Array) -> Array:
         out = module_of(a).asarray(np.multiply(a, kept))  # an array for 0 dimensions too

@@ -5,19 +5,20 @@ are kernels on the caller's stream, which sees the result when the handle is don
 the stream itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpipar.arrays import Array, compute_dtype, module
+from mpipar.arrays import Array, module
 from mpipar.comm import run, waiting
 from mpipar.comm.device import Lane
 from mpipar.comm.plan import Fold, Message
 from mpipar.comm.run import Execution, FoldFunction, Requests, trouble
 from mpipar.comm.staging import Transfers
-from mpipar.kernels.reduce import COMBINE
+from mpipar.kernels.reduce import COMBINE, fold
 
 
 class DeviceExecution(Execution):
@@ -90,17 +91,5 @@ class DeviceRequests(Requests):
 
 
 def device_fold(op: str | None) -> FoldFunction:
-    """Return the addition of device arrays: CuPy's function, in the order of the operands."""
-
-    ufunc = COMBINE[op or "sum"]
-
-    def fold(operands: Sequence[Array], out: Array, divisor: float) -> None:
-        wide = compute_dtype(out.dtype)
-        total = operands[0].astype(wide, copy=False)
-        for operand in operands[1:]:
-            total = ufunc(total, operand.astype(wide, copy=False))
-        if divisor != 1:
-            total = total / wide.type(divisor)
-        out[...] = total.astype(out.dtype, copy=False)
-
-    return fold
+    """Return the addition of device arrays, in the order of the operands."""
+    return partial(fold, COMBINE[op or "sum"])

@@ -7,7 +7,8 @@
 - MPI takes device memory only where it is `aware`, and only if the host has waited for all that
   uses it.
 
-`install(monkeypatch, aware)` puts it in the place of cupy.
+`install(monkeypatch, aware)` puts it in the place of cupy, and CPU kernels in that of CUDA's
+(see twins.py).
 """
 
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.fake_cupy import twins
 from tests.fake_cupy.arrays import array_module, asnumpy, mpi, ndarray
 from tests.fake_cupy.streams import Event, RaceError, Runtime, Stream, get_current_stream
 
@@ -54,4 +56,5 @@ def install(monkeypatch: Any, aware: bool = False) -> ModuleType:
     monkeypatch.setattr(mpi, "device_messages", 0)
     monkeypatch.setenv("MPIPAR_CUDA_AWARE", str(int(aware)))
     monkeypatch.setitem(sys.modules, "cupy", made)
+    twins.install(monkeypatch)
     return made

@@ -11,10 +11,13 @@ from tests.fake_cupy.arrays import _arrays, _lifted, ndarray, used
 
 OPERATIONS = (
     *("adamw", "attention", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm"),
-    *("merge", "rms_norm", "rotary", "sgd", "silu", "softmax"),
+    *("merge", "reduce", "rms_norm", "rotary", "sgd", "silu", "softmax"),
 )
-IN_PLACE = ("adamw_step", "sgd_step", "merge")
+# what they write to: arguments
+IN_PLACE = {"adamw_step": slice(None), "sgd_step": slice(None), "merge": slice(None)}
+IN_PLACE |= {"fold": slice(2, 3)}
 USERS = ("mpipar.optim.adam", "mpipar.optim.sgd", "mpipar.parallel.context.ring")
+USERS += ("mpipar.comm.device_run",)
 
 
 def _opened(x: Any) -> Any:
@@ -23,8 +26,11 @@ def _opened(x: Any) -> Any:
     return type(x)(_opened(one) for one in x) if type(x) in (tuple, list) else x
 
 
-def twin(cpu: Callable[..., Any], writes: bool) -> Callable[..., Any]:
-    """Return the function that takes either kind of array, but both in no call."""
+def twin(cpu: Callable[..., Any], written: slice | None) -> Callable[..., Any]:
+    """Return the function that takes either kind of array, but both in no call.
+
+    written: the arguments that it writes to; None: it makes new arrays.
+    """
 
     def run(*arguments: Any, **how: Any) -> Any:
         given = _arrays((*arguments, *how.values()))
@@ -33,10 +39,10 @@ def twin(cpu: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         for x in (*arguments, *how.values()):
             if isinstance(x, np.ndarray) and x.ndim:
                 raise TypeError(f"{cpu.__name__} of host and device arrays")
-        used(given, given if writes else [])
+        used(given, [] if written is None else _arrays(arguments[written]))
         made = cpu(*_opened(arguments), **{k: _opened(v) for k, v in how.items()})
         made = _lifted(made)
-        used([], [] if writes else _arrays(made))
+        used([], _arrays(made) if written is None else [])
         return made
 
     return run
@@ -48,7 +54,7 @@ def install(monkeypatch: Any) -> None:
     for operation in OPERATIONS:
         module = importlib.import_module(f"mpipar.kernels.{operation}")
         for name, value in _public(module):
-            made[value] = twin(value, name in IN_PLACE)
+            made[value] = twin(value, IN_PLACE.get(name))
             monkeypatch.setattr(module, name, made[value])
     for path in USERS:
         user = importlib.import_module(path)

@@ -14,7 +14,6 @@ from mpipar.errors import ConfigError
 from mpipar.train.config import TrainConfig
 from mpipar.train.loop import train
 from tests import fake_cupy
-from tests.fake_cupy import twins
 
 TINY = TrainConfig(layers=2, dim=32, heads=4, seq=16, batch=4, steps=2, seed=1, sample=0)
 MESHES: list[dict[str, Any]] = [
@@ -47,7 +46,6 @@ def test_losses_are_those_of_the_cpu(
     expected = train(config, world)
     aware = MESHES.index(mesh) % 2 == 1  # either way has its half of the meshes
     fake_cupy.install(monkeypatch, aware)
-    twins.install(monkeypatch)
     if aware:  # no call is so small that it travels from host buffers
         monkeypatch.setattr("mpipar.comm.group.PERSISTENT_BYTES", -1)
     rows = train(replace(config, device="cuda"), world)
@@ -64,7 +62,6 @@ def test_what_one_device_saves_the_other_resumes(
     config = replace(TINY, data=text, batch=12, steps=3, save=str(shared_path), save_every=2)
     expected = train(replace(config, save=None), world)
     fake_cupy.install(monkeypatch)
-    twins.install(monkeypatch)
     there = replace(config, device="cuda")
     train(there, world)
     for where in (there, config):

@@ -1,0 +1,57 @@
+"""y = scale x, rounded once to another number type.
+
+On the CPU by NumPy's cast; on a GPU a kernel for each pair of types.
+"""
+
+import numpy as np
+
+from mpipar.arrays import Array, compute_dtype, is_device, module_of
+from mpipar.kernels.device import (
+    BITS,
+    FLOATS,
+    FOUR,
+    THREADS,
+    Kernel,
+    cuda,
+    elementwise,
+    kernel,
+    narrow,
+    simulated,
+    widen,
+)
+
+
+def reference(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """Return y in float64."""
+    return x.astype(np.float64) * scale
+
+
+def _of(source: str) -> Kernel:
+    """Make the kernel that reads this type."""
+
+    def to(x, y, scale, n):  # type: ignore[no-untyped-def]
+        first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
+        for k in range(FOUR):
+            i = first + k * THREADS
+            if i < n:
+                y[i] = narrow(widen(x[i]) * scale, y)
+
+    to.__name__ = f"{source}_to"
+    return kernel(f"{BITS.get(source, source)}[], T[], W, int64", threads=THREADS)(to)
+
+
+FROM = {source: _of(source) for source in FLOATS}
+KERNELS = list(FROM.values())
+
+
+def cast(x: Array, dtype: np.dtype, scale: float = 1.0) -> Array:
+    """Return scale x as `dtype`, a new array."""
+    y = module_of(x).empty(x.shape, dtype)
+    if is_device(x) or simulated():
+        elementwise(FROM[x.dtype.name], x, y, scale)
+    elif scale == 1.0:
+        y[...] = x
+    else:
+        wide = np.promote_types(compute_dtype(x.dtype), compute_dtype(np.dtype(dtype)))
+        y[...] = x.astype(wide) * wide.type(scale)
+    return y
