@@ -10,7 +10,7 @@ shows it.  Keys and values of the tokens so far are kept.
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from tyro.conf import arg
@@ -85,10 +85,11 @@ def generate(config: Config, world: "MPI.Intracomm") -> str:
     text, prompt = together(world, lambda: _prompt(config, size))
     with Mesh(world, tp=world.size) as mesh:
         try:
-            model = models.build(size, **factories(mesh))
+            made: dict[str, Any] = factories(mesh)
+            model = models.build(size, **made)
             load_weights(config.checkpoint, model, mesh)
             gather = partial(mesh.tp.all_gather, sizes=partition.blocks(size.vocab, mesh.tp.size))
-            how = {"seed": config.seed, "temperature": config.temperature}
+            how: dict[str, Any] = {"seed": config.seed, "temperature": config.temperature}
             new = models.generate(model, prompt, config.tokens, gather=gather, cached=True, **how)
         except MpiparError as error:  # all ranks have it
             raise mark(error) from None

@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def from_checkpoint(source: Path, target: Path, comm: Communicator, most: int) -
     for name, of in sources(config).items():
         if name not in own:
             raise CheckpointError(f"{found.folder} has no {name}: it is of another model")
-        cuts = np.cumsum(of.rows)[:-1] if of.rows else []
+        cuts = list(accumulate(of.rows))[:-1]
         parts = [own[name].T] if of.transposed else np.split(own[name], cuts)
         tensors |= dict(zip(of.names, parts, strict=True))
     hidden = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
