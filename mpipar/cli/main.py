@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MpiparError, OSError) as error:
         if _many_ranks():
             raise
-        if isinstance(error, OSError):  # standard output may be what could not be written
+        if not isinstance(error, MpiparError):  # standard output may be what failed
             outputs.silence_stdout()
         return _fail(str(error))
 
