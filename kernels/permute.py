@@ -17,7 +17,7 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
 from mpipar.errors import BufferMismatchError, ConfigError, explain
-from mpipar.kernels.device import blocks, cuda, kernel, simulated
+from mpipar.kernels.device import blocks, cuda, kernel
 from mpipar.kernels.ptx import address, load4, store4
 
 THREADS = 256
@@ -131,13 +131,10 @@ def permute(x: Array, axes: tuple[int, ...]) -> Array:
 def assign(out: Array, x: Array) -> None:
     """Copy x into out, arrays of one shape and dtype and any strides.
 
-    Raises BufferMismatchError for other shapes or dtypes, and ConfigError on a GPU for more
+    Raises on a GPU BufferMismatchError for other shapes or dtypes, and ConfigError for more
     dimensions than its kernels take that cannot be joined.
     """
-    if out.shape != x.shape or out.dtype != x.dtype:
-        rule = f"it is copied to {out.dtype} {out.shape}"
-        raise BufferMismatchError(explain("x", (x.dtype.name, x.shape), rule, "Convert it first"))
-    if is_device(out) or simulated():
+    if is_device(out):
         assign_cuda(out, x)
     else:
         out[...] = x
@@ -145,6 +142,9 @@ def assign(out: Array, x: Array) -> None:
 
 def assign_cuda(out: Array, x: Array) -> None:
     """Start the kernel that suits the strides."""
+    if out.shape != x.shape or out.dtype != x.dtype:
+        rule = f"it is copied to {out.dtype} {out.shape}"
+        raise BufferMismatchError(explain("x", (x.dtype.name, x.shape), rule, "Convert it first"))
     if not out.size:
         return
     if min(*out.strides, *x.strides, 0) < 0:

@@ -12,6 +12,7 @@ import numpy as np
 from mpipar.arrays import Array
 from mpipar.comm.buffers import empty, flat
 from mpipar.errors import BufferMismatchError, explain
+from mpipar.kernels.permute import assign
 from mpipar.partition import offsets
 
 
@@ -43,7 +44,7 @@ def pack(x: Array, dim: int, sizes: Sequence[int]) -> Array:
     for start, size in zip(offsets(sizes), sizes, strict=True):
         block = packed[start * rest : (start + size) * rest]
         part = x[(slice(None),) * dim + (slice(start, start + size),)]
-        block.reshape(part.shape)[...] = part
+        assign(block.reshape(part.shape), part)
     return packed
 
 
@@ -52,4 +53,4 @@ def unpack(packed: Array, out: Array, dim: int, sizes: Sequence[int]) -> None:
     rest = out.size // max(1, out.shape[dim])
     for start, size in zip(offsets(sizes), sizes, strict=True):
         part = out[(slice(None),) * dim + (slice(start, start + size),)]
-        part[...] = packed[start * rest : (start + size) * rest].reshape(part.shape)
+        assign(part, packed[start * rest : (start + size) * rest].reshape(part.shape))
