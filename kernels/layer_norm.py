@@ -9,10 +9,11 @@ Forward leaves mean and rstd of each row for backward.
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.blocks import host, matrix, place, row_blocks, row_sums, scratch, store, widen
 from mpipar.kernels.native import Floats, loop, usable
 from mpipar.kernels.native_math import ONE, ZERO, F
+from mpipar.kernels.norm_cuda import layer_backward_cuda, layer_forward_cuda
 
 ROWS = 32  # whose sums are taken alone
 Stats = tuple[np.ndarray, np.ndarray]  # mean and 1 / standard deviation of each row, (N,)
@@ -134,7 +135,9 @@ def forward(
     x: np.ndarray, w: np.ndarray, b: np.ndarray, eps: float = 1e-5
 ) -> tuple[np.ndarray, Stats]:
     """Return y (like x) and the statistics for backward: x (..., D), w and b (D,)."""
-    host("layer_norm", x, w, b)
+    if is_device(x):
+        return layer_forward_cuda(x, w, b, eps)
+    host("layer_norm", w, b)
     if usable(x, w, b):
         n, d, y = x.size // max(x.shape[-1], 1), x.shape[-1], np.empty(x.shape, x.dtype)
         mean, rstd = np.empty(n, x.dtype), np.empty(n, x.dtype)
@@ -147,7 +150,9 @@ def backward(
     g: np.ndarray, x: np.ndarray, w: np.ndarray, stats: Stats
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the gradients of x, w and b from g, that of y."""
-    host("layer_norm", g, x, w)
+    if is_device(x):
+        return layer_backward_cuda(g, x, w, stats)
+    host("layer_norm", g, w)
     if usable(g, x, w, *stats):
         dx, dw, db, part = (np.empty(s, x.dtype) for s in (x.shape, w.shape, w.shape, 2 * w.size))
         backward_loop(g, x, w, *stats, dx, dw, db, part, stats[0].size, w.size)

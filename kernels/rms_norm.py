@@ -9,10 +9,11 @@ Forward leaves r = 1 / sqrt(mean(x^2) + eps) of each row for backward.
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.blocks import host, matrix, place, row_blocks, scratch, store, widen
 from mpipar.kernels.native import Floats, loop, usable
 from mpipar.kernels.native_math import ONE, ZERO, F
+from mpipar.kernels.norm_cuda import rms_backward_cuda, rms_forward_cuda
 
 ROWS = 32  # whose sums are taken alone
 
@@ -103,7 +104,9 @@ def backward_loop(
 
 def forward(x: np.ndarray, w: np.ndarray, eps: float = 1e-5) -> tuple[np.ndarray, np.ndarray]:
     """Return y (like x) and r (N,) for backward: x (..., D), w (D,)."""
-    host("rms_norm", x, w)
+    if is_device(x):
+        return rms_forward_cuda(x, w, eps)
+    host("rms_norm", w)
     if usable(x, w):
         n, d, y = x.size // max(x.shape[-1], 1), x.shape[-1], np.empty(x.shape, x.dtype)
         inverse = np.empty(n, x.dtype)
@@ -116,7 +119,9 @@ def backward(
     g: np.ndarray, x: np.ndarray, w: np.ndarray, r: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the gradients of x and w from g, that of y."""
-    host("rms_norm", g, x, w)
+    if is_device(x):
+        return rms_backward_cuda(g, x, w, r)
+    host("rms_norm", g, w)
     if usable(g, x, w, r):
         dx, dw, part = (np.empty(s, x.dtype) for s in (x.shape, w.shape, w.shape))
         backward_loop(g, x, w, r, dx, dw, part, r.size, w.size)

@@ -15,7 +15,7 @@ from mpipar.kernels.device import blocks, constant, cuda, device, kernel, narrow
 THREADS, WARP = 256, 32
 SHORT = 1024  # columns
 WIDE, DEEP = 32, 8  # columns of a block that sums over rows, and its threads a column
-CHUNK, CHUNKS = 64, 128  # rows that are summed by one block, at least; most blocks a column
+CHUNK, CHUNKS = 16, 128  # rows that are summed by one block, at least; most blocks a column
 
 
 @device
