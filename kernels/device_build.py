@@ -69,6 +69,7 @@ def compile_version(kernel: Kernel, dtype: str, target: str) -> Version:
     )  # fmt: skip
     (entry,) = re.findall(r"\.visible \.entry (\w+)\(", ptx)
     ptx = ptx.replace(entry, kernel.label(dtype))
+    ptx = re.sub(r"(\.shared \.align) [248]\b", r"\1 16", ptx)  # for reads of 16 bytes
     return _assemble(kernel.label(dtype), target, ptx)
 
 

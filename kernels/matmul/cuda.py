@@ -1,0 +1,58 @@
+"""From arrays to a kernel's arguments: layouts, batches, and which parts of the epilogue."""
+
+from math import prod
+
+from mpipar.arrays import Array, module_of
+from mpipar.errors import ConfigError, explain
+from mpipar.kernels.device import blocks
+from mpipar.kernels.matmul import epilogue, simt
+from mpipar.kernels.matmul.formula import Task
+
+
+def matmul_cuda(task: Task, out: Array | None) -> Array:
+    """Return what the task says, in `out` if given."""
+    xp, (m, n, k) = module_of(task.a), task.sizes
+    dtype, shape = task.dtype, task.shape
+    if dtype.name not in simt.PRODUCT:
+        rule = f"on a GPU there are products of {', '.join(simt.PRODUCT)}"
+        raise ConfigError(explain("dtype", dtype.name, rule, "Convert the arrays"))
+    target = out
+    if target is None or not target.flags.c_contiguous or target.dtype != dtype:
+        target = xp.empty(shape, dtype)
+        if task.accumulate:
+            target[...] = out
+    flags = epilogue.ACCUMULATE if task.accumulate else 0
+    a, a_turned, a_step = _operand(task.a, task.transpose_a, task)
+    b, b_turned, b_step = _operand(task.b, task.transpose_b, task)
+    flags |= epilogue.TRANSPOSE_A if a_turned else 0
+    flags |= epilogue.TRANSPOSE_B if b_turned else 0
+    extra = []  # a, for what there is not: never read
+    for bit, x in (
+        (epilogue.BIAS, task.bias), (epilogue.UP, task.up), (epilogue.RESIDUAL, task.residual),
+    ):  # fmt: skip
+        flags |= 0 if x is None else bit
+        extra.append(a if x is None else xp.ascontiguousarray(x.astype(dtype, copy=False)))
+    flags |= {"gelu": epilogue.GELU, "silu": epilogue.SILU, None: 0}[task.activation]
+    tiles = blocks(m, simt.TILE) * blocks(n, simt.TILE) * prod(shape[:-2])
+    code = simt.PRODUCT[dtype.name]
+    code(tiles, simt.THREADS, a, b, target, *extra, m, n, k, a_step, b_step, flags)
+    if out is None or out is target:
+        return target
+    out[...] = target
+    return out
+
+
+def _operand(x: Array, turned: bool, task: Task) -> tuple[Array, bool, int]:
+    """Return contiguous matrices, whether they are transposed, and the step between them."""
+    xp, batch = module_of(x), task.shape[:-2]
+    x = x.astype(task.dtype, copy=False)
+    if x.shape[:-2] != batch and prod(x.shape[:-2]) != 1:
+        x = xp.broadcast_to(x, (*batch, *x.shape[-2:]))
+    if not x.flags.c_contiguous:
+        other = xp.swapaxes(x, -1, -2)
+        if other.flags.c_contiguous:
+            x, turned = other, not turned
+        else:
+            x = xp.ascontiguousarray(x)
+    step = 0 if prod(x.shape[:-2]) == 1 else x.shape[-1] * x.shape[-2]
+    return x, turned, step
