@@ -16,15 +16,16 @@ class Instruction(Deferred):
     """An instruction: its PTX, LLVM's constraints, the types of its results and arguments.
 
     `gives` and `takes` list NumPy's names of types; several results come as a tuple.  `memory` says
-    that it reads or writes memory, so that the compiler keeps its place among others that do.
+    that it reads or writes memory, so that the compiler keeps its place among others that do, and
+    `warp` that all threads of a warp run it together.
     """
 
     def __init__(
         self, python: Callable[..., Any], text: str, constraints: str, gives: str, takes: str,
-        memory: bool,
+        memory: bool, warp: bool,
     ) -> None:  # fmt: skip
-        self.python, self.text, self.memory = python, text, memory
-        self.constraints = constraints + (",~{memory}" if memory else "")
+        self.python, self.text, self.memory, self.warp = python, text, memory, warp
+        self.constraints = ",".join([constraints] * bool(constraints) + ["~{memory}"] * memory)
         self.gives, self.takes = gives.split(), takes.split()
         self._made: Any = None
 
@@ -44,10 +45,11 @@ class Instruction(Deferred):
 
 
 def instruction(
-    text: str, constraints: str, *, gives: str = "", takes: str = "", memory: bool = False
-) -> Callable[[Callable[..., Any]], Any]:
+    text: str, constraints: str, *, gives: str = "", takes: str = "", memory: bool = False,
+    warp: bool = False,
+) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
     """Make an Instruction; the decorated function is what the simulator runs (a decorator)."""
-    return lambda python: Instruction(python, text, constraints, gives, takes, memory)
+    return lambda python: Instruction(python, text, constraints, gives, takes, memory, warp)
 
 
 class Address(Deferred):

@@ -20,7 +20,8 @@ def intrinsic(one: Instruction) -> Any:
     gives = [getattr(types, name) for name in one.gives]
     takes = [getattr(types, name) for name in one.takes]
     plain = [LLVM[name] for name in one.gives]
-    result = types.void if not gives else gives[0] if len(gives) == 1 else types.Tuple(gives)
+    many = types.BaseTuple.from_types(gives)
+    result = types.void if not gives else gives[0] if len(gives) == 1 else many
     signature = result(*takes)
 
     def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -29,7 +30,7 @@ def intrinsic(one: Instruction) -> Any:
         shape = ir.FunctionType(gets, [LLVM[name] for name in one.takes])
         effect = one.memory or not plain
         code = ir.InlineAsm(shape, one.text, one.constraints, side_effect=effect)
-        value = builder.call(code, arguments)
+        value = builder.call(code, arguments, attrs=("convergent",) * one.warp)
         if not plain:
             return context.get_dummy_value()
         if len(plain) == 1:
