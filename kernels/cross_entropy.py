@@ -11,7 +11,7 @@ softmax itself, rounded, would lose the small differences from 1 that remain of 
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.errors import ConfigError, explain
 from mpipar.kernels.blocks import (
     host,
@@ -24,6 +24,7 @@ from mpipar.kernels.blocks import (
     store,
     widen,
 )
+from mpipar.kernels.cross_entropy_cuda import backward_cuda, forward_cuda
 from mpipar.kernels.native import Floats, Ints, loop, usable
 from mpipar.kernels.native_math import ONE, ZERO, F, exp, largest
 
@@ -133,12 +134,15 @@ def forward(
     x: logits (N, V).  t: integer targets (N,).
     Raises ConfigError naming the first target outside 0..V-1 that is not `ignore`.
     """
-    host("cross_entropy", x, t)
+    if not is_device(x):
+        host("cross_entropy", t)
     bad = (t != ignore) & ((t < 0) | (t >= x.shape[1]))
     if bad.any():
-        first = int(np.flatnonzero(bad)[0])
+        first = int(bad.argmax())
         rule = f"a target is between 0 and {x.shape[1] - 1}, or ignore_index={ignore}"
         raise ConfigError(explain(f"targets[{first}]", int(t[first]), rule, "Check the vocabulary"))
+    if is_device(x):
+        return forward_cuda(x, t, smoothing, ignore, slope)
     if slope and usable(x):
         return forward_native(x, t, smoothing, ignore)
     return forward_cpu(matrix(x), t, smoothing, ignore, slope)
@@ -146,7 +150,9 @@ def forward(
 
 def backward(g: np.ndarray, d: np.ndarray, t: np.ndarray, ignore: int = -100) -> np.ndarray:
     """Return the gradient of the logits (N, V) from g (N,) and d; it is written over d."""
-    host("cross_entropy", g, d, t)
+    if is_device(d):
+        return backward_cuda(g, d, t, ignore)
+    host("cross_entropy", g, t)
     if usable(d):
         backward_loop((g * (t != ignore)).astype(d.dtype, copy=False), d, *d.shape)
         return d
