@@ -5,8 +5,9 @@ The sum runs in the order of n, so it is the same in every run.
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.blocks import host, matrix, widen
+from mpipar.kernels.embedding_cuda import gather_cuda, scatter_add_cuda
 from mpipar.kernels.native import Floats, Ints, loop, usable
 
 
@@ -42,13 +43,17 @@ def scatter_add_loop(g: Floats, ids: Ints, dw: Floats, n: int, d: int) -> None:
 
 def gather(w: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the rows (..., D) of w (num, D) at ids (...), which are within 0..num-1."""
-    host("embedding", w, ids)
+    if is_device(w):
+        return gather_cuda(w, ids)
+    host("embedding", ids)
     return np.take(w, ids, axis=0)
 
 
 def scatter_add(g: np.ndarray, ids: np.ndarray, num: int) -> np.ndarray:
     """Return dw (num, D): the sum of the rows of g (..., D) at each of ids (...)."""
-    host("embedding", g, ids)
+    if is_device(g):
+        return scatter_add_cuda(g, ids, num)
+    host("embedding", ids)
     if usable(g):
         places = np.ascontiguousarray(ids, np.int64)
         dw = np.zeros((num, g.shape[-1]), g.dtype)
