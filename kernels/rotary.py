@@ -12,9 +12,10 @@ import functools
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import compute_dtype, is_device
 from mpipar.kernels.blocks import block_rows, host, place, row_blocks, store, widen
 from mpipar.kernels.native import FLOAT32, Floats, loop, usable
+from mpipar.kernels.rotary_cuda import rotate_cuda
 
 Table = tuple[np.ndarray, np.ndarray]
 
@@ -97,7 +98,9 @@ def rotate_loop(
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, back: bool = False) -> np.ndarray:
     """Return x (B, S, H, D) turned by the angles of `table`, or back."""
-    host("rotary", x)
+    if is_device(x):
+        return rotate_cuda(x, cos, sin, back)
+    host("rotary", cos, sin)
     if x.dtype == FLOAT32 and usable(cos, sin) and x.strides[2:] == (4 * x.shape[3], 4):
         y, (batch, rows, heads, width) = np.empty(x.shape, x.dtype), x.shape
         steps = x.strides[0] // 4, x.strides[1] // 4, cos[0].size if cos.ndim == 4 else 0
