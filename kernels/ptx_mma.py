@@ -26,7 +26,7 @@ MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
     "{{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
 )
-HOW = {
+HOW: Any = {
     "constraints": "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
     "gives": "float32 float32 float32 float32",
     "takes": f"{FOUR} uint32 uint32 float32 float32 float32 float32",
