@@ -1,6 +1,7 @@
 """Matrix products and their vjps; a linear layer as one operation.
 
-16-bit operands are multiplied in float32 and the product is rounded once.
+16-bit operands are multiplied in float32 and the product is rounded once.  Host arrays go to
+NumPy straight, device arrays to kernels/matmul.
 """
 
 from math import prod
@@ -8,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype
+from mpipar.arrays import Array, compute_dtype, is_device
 from mpipar.autograd.elementwise import unbroadcast
 from mpipar.autograd.engine import home_of
 from mpipar.autograd.record import array, record, record_pair
 from mpipar.autograd.tape import state
 from mpipar.autograd.tensor import Tensor, check_real, source_of
 from mpipar.errors import BufferMismatchError, explain
+from mpipar.kernels import matmul as kernel
 
 ROWS = 256  # of a weight's gradient, added at a time
 
@@ -29,10 +31,19 @@ def _product(x: Array, y: Array) -> Array:
     if x.ndim > 2 and y.ndim == 2 and x.shape[-1] == y.shape[0]:  # one product, not one each
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         return _product(rows, y).reshape(*x.shape[:-1], y.shape[1])
+    if type(x) is not np.ndarray and is_device(x):
+        return _device_product(x, y)
     if x.dtype.itemsize > 2 and y.dtype.itemsize > 2:
         return np.matmul(x, y)
     dtype = x.dtype if x.dtype == y.dtype else np.promote_types(x.dtype, y.dtype)
     return np.matmul(_wide(x), _wide(y)).astype(dtype, copy=False)
+
+
+def _device_product(x: Array, y: Array) -> Array:
+    """Return x @ y with NumPy's rules for 1-D operands."""
+    out = kernel.matmul(x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y)
+    out = out[..., 0, :] if x.ndim == 1 else out  # (..., k) or (..., n, k)
+    return out[..., 0] if y.ndim == 1 else out
 
 
 def matmul(a: Any, b: Any) -> Tensor:
@@ -147,6 +158,10 @@ def _affine(x: Array, w: Array, b: Array | None) -> Array:
     """Return x @ w.T + b for x (N, in), w (out, in), b (out,), rounded once."""
     if b is None:
         return _product(x, w.T)
+    if type(x) is not np.ndarray and is_device(x):
+        if np.promote_types(b.dtype, w.dtype) != w.dtype:
+            return _product(x, w.T) + b
+        return kernel.matmul(x, w, transpose_b=True, bias=b)
     if x.dtype.itemsize > 2 and w.dtype.itemsize > 2:
         out = np.matmul(x, w.T)
         if np.result_type(out, b) == out.dtype:
@@ -179,12 +194,26 @@ def weight_gradient(leaf: Tensor | None, g: Array, x: Array) -> Array | None:
     None if it went to the gradient of the weight, `leaf`, without a temporary: added to what is
     there, or as the first part to its home.
     """
+    if type(g) is not np.ndarray and is_device(g):
+        return _device_weight_gradient(leaf, g, x)
     if leaf is not None and _adds_to(leaf.grad, g, x):
         _add_product(leaf.grad, g, x)
     elif leaf is not None and _starts_at(home_of(leaf), leaf, g, x):
         leaf.grad = np.matmul(g.T, x, out=home_of(leaf))
     else:
         return _product(g.T, x)
+    return None
+
+
+def _device_weight_gradient(leaf: Tensor | None, g: Array, x: Array) -> Array | None:
+    """Do the same on the device, where the kernel adds to what is there."""
+    target = None if leaf is None else home_of(leaf) if leaf.grad is None else leaf.grad
+    if leaf is None or target is None or not is_device(target):
+        return _product(g.T, x)
+    if not target.dtype == g.dtype == x.dtype:
+        return _product(g.T, x)
+    kernel.matmul(g, x, transpose_a=True, out=target, accumulate=leaf.grad is not None)
+    leaf.grad = target
     return None
 
 

@@ -30,11 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, module_of
+from mpipar.arrays import Array, is_device, module_of
 from mpipar.autograd import Function, Tensor
 from mpipar.autograd.linear import weight_gradient
 from mpipar.autograd.tape import state
 from mpipar.comm import waiting
+from mpipar.kernels import matmul as kernel
 from mpipar.kernels.blocks import matrix, widen
 from mpipar.parallel.communicator import Communicator
 from mpipar.partition import block, offsets
@@ -276,7 +277,11 @@ def _scatter(product: Callable[[slice], Array], how: How, dtype: np.dtype) -> Ar
 
 def _product(x: Array, w: Array) -> Array:
     """Return x w^T as a new array (..., out), not rounded."""
-    y = module_of(x).matmul(matrix(widen(x)), widen(w).T)
+    rows = matrix(widen(x))
+    if is_device(x):
+        y = kernel.matmul(rows, widen(w), transpose_b=True)
+    else:
+        y = np.matmul(rows, widen(w).T)
     return y.reshape(*x.shape[:-1], len(w))
 
 
@@ -284,7 +289,11 @@ def _affine(x: Array, w: Array, b: Array | None, out: Array) -> None:
     """Write x w^T + b to `out`, straight if it is contiguous."""
     rows = matrix(widen(x))
     straight = out.flags.c_contiguous and out.dtype == rows.dtype == w.dtype
-    y = module_of(x).matmul(rows, widen(w).T, out=matrix(out) if straight else None)
+    target = matrix(out) if straight else None
+    if is_device(x):
+        y = kernel.matmul(rows, widen(w), transpose_b=True, out=target)
+    else:
+        y = np.matmul(rows, widen(w).T, out=target)
     if b is not None:
         y += b
     if not straight:

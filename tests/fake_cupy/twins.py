@@ -11,7 +11,7 @@ from tests.fake_cupy.arrays import _arrays, _lifted, ndarray, used
 
 OPERATIONS = (
     *("adamw", "attention", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm"),
-    *("merge", "permute", "reduce", "rms_norm", "rotary", "sgd", "silu", "softmax"),
+    *("matmul", "merge", "permute", "reduce", "rms_norm", "rotary", "sgd", "silu", "softmax"),
 )
 # what they write to: arguments
 IN_PLACE = {"adamw_step": slice(None), "sgd_step": slice(None), "merge": slice(None)}
