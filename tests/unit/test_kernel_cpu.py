@@ -266,9 +266,9 @@ class FakeDeviceArray:
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
 
 
-def test_device_arrays_are_refused_by_host_kernels() -> None:
+def test_device_arrays_beside_those_of_the_host_are_refused() -> None:
     with pytest.raises(ConfigError, match="softmax"):
-        softmax.forward(FakeDeviceArray())  # type: ignore[arg-type]
+        softmax.backward(FakeDeviceArray(), normal(2, 3))  # type: ignore[arg-type]
 
 
 def test_row_helpers() -> None:
