@@ -4,8 +4,8 @@ op transposes the last two dimensions or not; leading dimensions broadcast.  16-
 multiplied, summed and followed in float32, and C is rounded once.
 
     NumPy   BLAS (library.py)
-    GPU     tiles in shared memory (simt.py), with all that follows in the same kernel
-            (epilogue.py); cuBLAS through CuPy when asked for
+    GPU     tiles in shared memory (simt.py), of float16 and bfloat16 on tensor cores (mma.py),
+            with all that follows in the same kernel (epilogue.py); cuBLAS through CuPy if asked for
 """
 
 from mpipar.arrays import Array, is_device
@@ -17,7 +17,7 @@ from mpipar.kernels.matmul.library import matmul_library
 
 __all__ = ["IMPLEMENTATIONS", "Task", "matmul", "reference"]
 
-IMPLEMENTATIONS = ("auto", "simt", "cublas")
+IMPLEMENTATIONS = ("auto", "simt", "mma", "cublas")
 
 
 def matmul(
@@ -38,8 +38,8 @@ def matmul(
     check(task, out)
     on_device = is_device(a)
     _choose(implementation, on_device, [x for x in (b, out, bias, up, residual) if x is not None])
-    if implementation == "simt" or (on_device and implementation == "auto"):
-        return matmul_cuda(task, out)
+    if implementation in ("simt", "mma") or (on_device and implementation == "auto"):
+        return matmul_cuda(task, out, implementation)
     return matmul_library(task, out)
 
 
@@ -51,6 +51,6 @@ def _choose(implementation: str, on_device: bool, others: list[Array]) -> None:
     if any(is_device(x) != on_device for x in others):
         rule = "all arrays of a product live in one place"
         raise ConfigError(explain("device", "both", rule, "Move the arrays with .get() or asarray"))
-    if implementation != "auto" and not (on_device or (simulated() and implementation == "simt")):
+    if implementation != "auto" and not (on_device or (simulated() and implementation != "cublas")):
         rule = "it is for arrays on a GPU"
         raise ConfigError(explain("implementation", implementation, rule, 'Leave it at "auto"'))

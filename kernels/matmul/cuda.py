@@ -2,20 +2,24 @@
 
 from math import prod
 
-from mpipar.arrays import Array, module_of
+from mpipar.arrays import Array, is_sixteen_bit, module_of
 from mpipar.errors import ConfigError, explain
 from mpipar.kernels.device import blocks
-from mpipar.kernels.matmul import epilogue, simt
+from mpipar.kernels.matmul import epilogue, mma, simt
 from mpipar.kernels.matmul.formula import Task
 
 
-def matmul_cuda(task: Task, out: Array | None) -> Array:
-    """Return what the task says, in `out` if given."""
+def matmul_cuda(task: Task, out: Array | None, implementation: str) -> Array:
+    """Return what the task says, in `out` if given; "auto" is "mma" for 16-bit numbers."""
     xp, (m, n, k) = module_of(task.a), task.sizes
     dtype, shape = task.dtype, task.shape
     if dtype.name not in simt.PRODUCT:
         rule = f"on a GPU there are products of {', '.join(simt.PRODUCT)}"
         raise ConfigError(explain("dtype", dtype.name, rule, "Convert the arrays"))
+    halves = is_sixteen_bit(dtype)
+    if implementation == "mma" and not halves:
+        rule = "tensor cores multiply float16 and bfloat16 here"
+        raise ConfigError(explain("dtype", dtype.name, rule, 'Pass implementation="simt"'))
     target = out
     if target is None or not target.flags.c_contiguous or target.dtype != dtype:
         target = xp.empty(shape, dtype)
@@ -33,9 +37,15 @@ def matmul_cuda(task: Task, out: Array | None) -> Array:
         flags |= 0 if x is None else bit
         extra.append(a if x is None else xp.ascontiguousarray(x.astype(dtype, copy=False)))
     flags |= {"gelu": epilogue.GELU, "silu": epilogue.SILU, None: 0}[task.activation]
-    tiles = blocks(m, simt.TILE) * blocks(n, simt.TILE) * prod(shape[:-2])
-    code = simt.PRODUCT[dtype.name]
-    code(tiles, simt.THREADS, a, b, target, *extra, m, n, k, a_step, b_step, flags)
+    batch = prod(shape[:-2])
+    if halves and implementation != "simt":
+        bias, up, residual = extra
+        steps = {"batch": batch, "a_step": a_step, "b_step": b_step}
+        mma.product_mma(a, b, target, m, n, k, flags, **steps, bias=bias, up=up, residual=residual)
+    else:
+        tiles = blocks(m, simt.TILE) * blocks(n, simt.TILE) * batch
+        code = simt.PRODUCT[dtype.name]
+        code(tiles, simt.THREADS, a, b, target, *extra, m, n, k, a_step, b_step, flags)
     if out is None or out is target:
         return target
     out[...] = target

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from mpipar.arrays import dtype as dtype_of
+from mpipar.kernels import gelu
+from mpipar.kernels.matmul import matmul
 from mpipar.kernels.matmul.epilogue import ACCUMULATE, BIAS, RESIDUAL, TRANSPOSE_A, TRANSPOSE_B
 from mpipar.kernels.matmul.mma import product_mma
 from tests.cuda.compare import close
@@ -51,6 +53,17 @@ def run(xp: Any, sizes: str) -> None:
             batch=batch, a_step=m * k, b_step=k * n, bias=bias, residual=residual,
         )  # fmt: skip
         close(c, wanted)
+    chosen(xp)
+
+
+def chosen(xp: Any) -> None:
+    """Take the kernel by matmul's name for it, with what follows a layer's product."""
+    draw = np.random.default_rng(3)
+    x, w, bias = (draw.standard_normal(s).astype(np.float16) for s in ((5, 16), (7, 16), (7,)))
+    wanted = gelu.reference(x.astype(np.float64) @ w.astype(np.float64).T + bias)
+    how: dict[str, Any] = {"activation": "gelu", "implementation": "mma"}
+    x, w, bias = (aligned(xp, one) for one in (x, w, bias))
+    close(matmul(x, w, transpose_b=True, bias=bias, **how), wanted)
 
 
 def aligned(xp: Any, x: np.ndarray) -> Any:
