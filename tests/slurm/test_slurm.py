@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from safetensors.numpy import load_file
 
 from tests.launch import ROOT
@@ -33,6 +34,8 @@ Jobs = dict[str, str]  # what it is: its number
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     reason = why_not()
+    if MPI.COMM_WORLD.size > 1:
+        reason = "it wants the machine for itself: python -m pytest tests/slurm"
     if reason:
         pytest.skip(reason)
     with slurm() as made:

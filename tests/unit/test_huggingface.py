@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ from mpi4py import MPI
 
 import mpipar as mp
 from mpipar import models
-from mpipar.cli.main import main
 from mpipar.errors import CheckpointError, ConfigError
 from mpipar.huggingface.convert import from_checkpoint, to_checkpoint
 from mpipar.huggingface.initial import model_of
@@ -19,6 +20,7 @@ from mpipar.huggingface.settings import read_settings, write_settings
 from mpipar.huggingface.text import text_of
 from mpipar.huggingface.weights import read_tensors
 from mpipar.models.config import ModelConfig
+from tests.launch import run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -106,23 +108,26 @@ def test_names_of_the_base_model(tmp_path: Path) -> None:
         to_checkpoint(tmp_path, tmp_path / "other", comm)
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def command(*arguments: str | Path) -> CompletedProcess[str]:
+    return run([sys.executable, "-m", "mpipar", *arguments])
+
+
+def test_commands(tmp_path: Path) -> None:
     saved, back = tmp_path / "saved", tmp_path / "back"
-    assert main(["convert", str(GOLDEN / "llama"), str(saved), "--dtype", "bfloat16"]) == 0
-    assert main(["convert", str(saved), str(back)]) == 0
+    assert command("convert", GOLDEN / "llama", saved, "--dtype", "bfloat16").returncode == 0
+    assert command("convert", saved, back).returncode == 0
     assert model_of(back).dtype == "bfloat16"
-    capsys.readouterr()
-    for folder in (saved, back):
-        flags = ["--prompt-tokens", "1", "2", "--tokens", "5", "--temperature", "0"]
-        assert main(["generate", "--checkpoint", str(folder), *flags]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == second
-    assert first.startswith("1 2 ")
-    assert len(first.split()) == 7
-    assert main(["generate", "--checkpoint", str(saved)]) == 2
-    assert "67 tokens are not bytes" in capsys.readouterr().err
-    assert main(["convert", str(saved), str(back)]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    flags = ["--prompt-tokens", "1", "2", "--tokens", "5", "--temperature", "0"]
+    written = [command("generate", "--checkpoint", one, *flags).stdout for one in (saved, back)]
+    assert written[0] == written[1]
+    assert written[0].startswith("1 2 ")
+    assert len(written[0].split()) == 7
+    failed = command("generate", "--checkpoint", saved)
+    assert failed.returncode == 2
+    assert "67 tokens are not bytes" in failed.stderr
+    failed = command("convert", saved, back)
+    assert failed.returncode == 2
+    assert "holds something else" in failed.stderr
 
 
 def test_a_tokenizer_beside_the_weights(tmp_path: Path) -> None:
