@@ -26,7 +26,9 @@ def modules() -> tuple[str, ...]:
     found = (
         ".".join(file.relative_to(HERE).with_suffix("").parts)
         for file in sorted(HERE.rglob("*.py"))
-        if "kernels.device import" in (text := file.read_text()) and "kernel(" in text
+        if not file.name.startswith("device")
+        and "mpipar.kernels.device import" in (text := file.read_text())
+        and "kernel(" in text
     )
     return tuple(found)
 

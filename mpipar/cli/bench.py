@@ -88,6 +88,10 @@ class Kernels:
     """Kernels to time; all if none is named."""
     seconds: float = 0.3
     """For each kernel."""
+    compile_only: bool = False
+    """Compile the CUDA kernels for two architectures instead, and show what each takes: registers,
+    shared memory, and what did not fit. No GPU is needed, but the extra compile-cuda is; names are
+    then those of kernels' modules."""
     json: Annotated[Path | None, arg(metavar="PATH")] = None
     """Write {"machine": ..., "rows": [...]} here."""
 
@@ -103,6 +107,8 @@ def run(config: Config) -> int:
     if isinstance(config, Kernels):
         from mpipar.cli import kernels
 
+        if config.compile_only:
+            return kernels.compile_only(config.names, config.json)
         return kernels.run(config.names, config.seconds, config.json)
     if isinstance(config, Pipeline):
         return _on_all_ranks(config, lambda world: _pipeline(config, world))

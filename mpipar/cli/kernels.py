@@ -1,6 +1,7 @@
 """`mpipar bench kernels`: what is asked of it, its table and its file."""
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from mpipar.bench import kernels
+from mpipar.bench import kernels, kernels_compiled
 from mpipar.cli import files
 from mpipar.errors import ConfigError, explain
+from mpipar.kernels.device_cache import modules
 from mpipar.train import terminal
 
 
@@ -36,6 +38,33 @@ def run(names: tuple[str, ...], seconds: float, path: Path | None) -> int:
         words = json.dumps({"machine": rated, "rows": kernels.as_json(rows)}, indent=1) + "\n"
         files.write(path, words, "json")
     return 0
+
+
+def compile_only(names: tuple[str, ...], path: Path | None) -> int:
+    """Compile the CUDA kernels, print what each takes and write it; returns the exit code: 1 if
+    some have a stack or spills.
+
+    Raises ConfigError for a name that is no module with kernels, and without the compiler.
+    """
+    files.check(path, "json")
+    there = modules()
+    for name in names:
+        if name not in there:
+            rule = f"it must be one of {', '.join(there)}"
+            raise ConfigError(explain("names", name, rule, "Choose among them"))
+    rows, seconds = kernels_compiled.measure(only=names)
+    heads = [field.name for field in fields(kernels_compiled.Compiled)]
+    table = Table(title=f"{len(rows)} versions in {seconds:.0f} s; sizes in bytes")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("kernel", "target") else "right")
+    for row in rows:
+        table.add_row(*(str(getattr(row, head)) for head in heads))
+    columns = terminal.width()
+    Console(force_terminal=columns is not None, width=columns or 120).print(table)
+    if path is not None:
+        words = json.dumps({"machine": {}, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        files.write(path, words, "json")
+    return int(any(row.stack or row.spills for row in rows))
 
 
 def show(rates: Any, rows: list[Any]) -> None:

@@ -6,6 +6,7 @@ rank comes to the same result before anything is sent.
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +88,9 @@ def _numbers(config: "TrainConfig") -> Iterator[Rule]:
 
 
 def _outputs(config: "TrainConfig") -> Iterator[Rule]:
+    there = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+    fix = "Pass --device cpu, or install the extra cuda12 or cuda13"
+    yield "device", config.device == "cpu" or there, "it needs CuPy", fix
     good = config.device == "cpu" or not config.experts
     yield "device", good, "experts train on the CPU in this version", "Pass --device cpu"
     for name in ("log", "plot"):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpipar import models, partition
+from mpipar.errors import NonFiniteError
 from mpipar.parallel.mesh import Mesh
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Corpus
@@ -28,8 +29,11 @@ def sample(held: Held, corpus: Corpus, config: TrainConfig, mesh: Mesh) -> str:
         gather = partial(mesh.tp.all_gather, sizes=sizes)
         prompt = np.asarray(corpus.held_out[: min(PROMPT, config.seq // 2) or 1], np.int64)
         settings: dict[str, Any] = {"temperature": TEMPERATURE, "gather": gather}
-        with held.alone():
-            written = models.generate(held, prompt, config.sample, seed=config.seed, **settings)
+        try:
+            with held.alone():
+                written = models.generate(held, prompt, config.sample, seed=config.seed, **settings)
+        except NonFiniteError:  # on all ranks that write; the log has said so
+            written = np.zeros(0, np.int64)
         tokens = np.concatenate([prompt, written])
         text = corpus.text.decode(tokens) if corpus.text else " ".join(map(str, tokens))
     mesh.world.barrier()

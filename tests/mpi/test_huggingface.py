@@ -29,7 +29,7 @@ def test_logits_over_tensor_parallel_ranks(
 ) -> None:
     if world.size == 3:
         pytest.skip("3 ranks do not divide the heads")
-    with mp.Mesh(world, tp=world.size) as mesh:
+    with mp.Mesh(world, tp=world.size) as mesh, mp.no_grad():
         model = models.build(model_of(GOLDEN / kind), **mp.factories(mesh))
         load_weights(GOLDEN / kind, model, mesh)
         logits = mesh.tp.all_gather(model(tokens).data, sizes="exchange")

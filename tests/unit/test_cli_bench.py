@@ -1,5 +1,6 @@
 """`mpipar bench`: what cannot be measured or written is one line, before anything is measured."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
     done = run([sys.executable, *BENCH, "kernels", "--names", "nosuch"], timeout=60)
     assert done.returncode == 2
     assert "names='nosuch'" in done.stderr
+
+
+def test_compiling_for_a_gpu_needs_its_compiler() -> None:
+    if importlib.util.find_spec("numba_cuda") is not None:
+        pytest.skip("numba-cuda is installed: tests/cuda/test_compiled.py compiles")
+    done = run([sys.executable, *BENCH, "kernels", "--compile-only"], timeout=60)
+    assert done.returncode == 2
+    assert "it needs numba-cuda" in done.stderr
+    done = run([sys.executable, *BENCH, "kernels", "--compile-only", "--names", "x"], timeout=60)
+    assert "names='x'" in done.stderr
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.kernel)

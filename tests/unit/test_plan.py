@@ -76,7 +76,7 @@ def test_every_layout_is_one_that_training_accepts() -> None:
             "sequence_parallel": layout.sequence_parallel,
             "recompute": layout.recompute,
             "cp_layout": layout.cp_layout if layout.cp > 1 else None,
-            "schedule": layout.schedule,
+            "schedule": layout.schedule if layout.pp > 1 else None,
         }
         if layout.pp > 1:
             settings["microbatches"] = layout.microbatches

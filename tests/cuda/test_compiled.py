@@ -1,0 +1,45 @@
+"""Every CUDA kernel, compiled for two architectures: nothing that should be in registers is not."""
+
+import importlib.util
+
+import pytest
+
+from mpipar.bench.kernels_compiled import Compiled, measure
+from mpipar.kernels.device_cache import modules
+
+REGISTERS = 65536  # of a multiprocessor: a block's threads share them
+SHARED = 48 << 10  # static, a block
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Compiled]:
+    found, seconds = measure()
+    print(f"{len(found)} versions in {seconds:.0f} s")
+    return found
+
+
+def test_every_module_is_there(rows: list[Compiled]) -> None:
+    for target in ("80", "90"):
+        names = [row.kernel for row in rows if row.target == target]
+        assert len(names) == len(set(names)) > 100
+    for module in ("permute", "attention.cuda", "matmul.simt", "matmul.mma", "softmax_cuda"):
+        assert module in modules()
+        assert any(row.kernel.startswith(module.replace(".", "_")) for row in rows)
+
+
+def test_nothing_is_spilled(rows: list[Compiled]) -> None:
+    assert not [row for row in rows if row.stack or row.spills]
+    assert all(0 < row.registers <= 255 and row.shared <= SHARED for row in rows)
+    assert all(row.registers * 256 <= REGISTERS for row in rows if "mma" not in row.kernel)
+
+
+def test_what_is_claimed(rows: list[Compiled]) -> None:
+    """Tensor cores, and 16 bytes at a time."""
+    products = [row for row in rows if row.kernel.startswith("matmul_mma")]
+    assert products
+    assert all(row.mma and row.copies16 for row in products)
+    assert all(row.loads16 for row in rows if row.kernel.startswith("permute_rows16"))
