@@ -19,7 +19,17 @@ import numpy as np
 from mpipar.arrays import Array, module_of
 from mpipar.errors import ConfigError, explain
 from mpipar.kernels.attention.formula import Gradients, Mask
-from mpipar.kernels.device import Kernel, blocks, constant, cuda, kernel, narrow, wide_dtype, widen
+from mpipar.kernels.device import (
+    Kernel,
+    blocks,
+    constant,
+    cuda,
+    device,
+    kernel,
+    narrow,
+    wide_dtype,
+    widen,
+)
 
 TILE, SIDE, THREADS = 32, 16, 256
 SCORES = TILE + 1  # the pitch of a tile of scores: no two rows begin in one bank
@@ -27,6 +37,42 @@ WIDTHS = (64, 128)
 SINGLE = ("float32", "float16", "bfloat16")
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 SIZES = "int64, int64, int64, int64, int64, int32, W, int64"
+
+
+@device
+def load(mem, to, width, x, at, step, count, dim):  # type: ignore[no-untyped-def]
+    """Copy a tile into shared memory: `count` rows of x from `at` on, `step` apart; then zeros."""
+    for e in range(cuda.threadIdx.x, TILE * width, THREADS):
+        r, d = e // width, e % width
+        value = constant(0, x)
+        if r < count and d < dim:
+            value = widen(x[at + r * step + d])
+        mem[to + r * (width + 1) + d] = value
+
+
+@device
+def load_row(mem, to, lse, delta, row, like):  # type: ignore[no-untyped-def]
+    """Put L of a row, what a float32 of it leaves out, and D in their places, TILE apart."""
+    whole = constant(lse[row], like)
+    mem[to] = whole
+    if whole > -math.inf:  # or no key is seen
+        mem[to + TILE] = constant(lse[row] - np.float64(whole), like)
+    mem[to + 2 * TILE] = constant(delta[row], like)
+
+
+@device
+def dot(mem, one, other, width, like):  # type: ignore[no-untyped-def]
+    """Return the product of two rows in shared memory."""
+    total = constant(0, like)
+    for d in range(width):
+        total += mem[one + d] * mem[other + d]
+    return total
+
+
+@device
+def weight(mem, row, score):  # type: ignore[no-untyped-def]
+    """Return p of a score, from L of its row."""
+    return math.exp((score - mem[row]) - mem[row + TILE])
 
 
 def _forward(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
@@ -42,12 +88,8 @@ def _forward(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
         b, h = cuda.blockIdx.x // heads, cuda.blockIdx.x % heads
         g = h // (heads // groups)
         first = cuda.blockIdx.y * TILE
-        for e in range(t, TILE * width, THREADS):
-            r, d = e // width, e % width
-            value = constant(0, q)
-            if first + r < queries and d < dim:
-                value = widen(q[((b * queries + first + r) * heads + h) * dim + d])
-            mem[r * pitch + d] = value
+        at = ((b * queries + first) * heads + h) * dim
+        load(mem, 0, width, q, at, heads * dim, queries - first, dim)
         if t < TILE:
             mem[at_top + t], mem[total + t] = constant(-math.inf, q), constant(0, q)
         low, high = cuda.local.array(columns, wide), cuda.local.array(columns, wide)
@@ -58,12 +100,8 @@ def _forward(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
             seen = min(keys, max(ahead + min(first + TILE, queries), 0))
         for start in range(0, seen, TILE):
             cuda.syncthreads()
-            for e in range(t, TILE * width, THREADS):
-                r, d = e // width, e % width
-                value = constant(0, q)
-                if start + r < keys and d < dim:
-                    value = widen(k[((b * keys + start + r) * groups + g) * dim + d])
-                mem[at_kv + r * pitch + d] = value
+            at = ((b * keys + start) * groups + g) * dim
+            load(mem, at_kv, width, k, at, groups * dim, keys - start, dim)
             cuda.syncthreads()
             s00 = s01 = s10 = s11 = constant(0, q)
             for d in range(width):
@@ -79,12 +117,7 @@ def _forward(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
                 hidden = start + j >= keys or (causal and start + j > ahead + first + i)
                 mem[at_s + i * SCORES + j] = constant(-math.inf, q) if hidden else s * scale
             cuda.syncthreads()
-            for e in range(t, TILE * width, THREADS):
-                r, d = e // width, e % width
-                value = constant(0, q)
-                if start + r < keys and d < dim:
-                    value = widen(v[((b * keys + start + r) * groups + g) * dim + d])
-                mem[at_kv + r * pitch + d] = value
+            load(mem, at_kv, width, v, at, groups * dim, keys - start, dim)
             if t < TILE:
                 before = top = mem[at_top + t]
                 for j in range(TILE):
@@ -149,20 +182,11 @@ def _queries(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
         b, h = cuda.blockIdx.x // heads, cuda.blockIdx.x % heads
         g = h // (heads // groups)
         first = cuda.blockIdx.y * TILE
-        for e in range(t, TILE * width, THREADS):
-            r, d = e // width, e % width
-            one, other = constant(0, q), constant(0, q)
-            if first + r < queries and d < dim:
-                place = ((b * queries + first + r) * heads + h) * dim + d
-                one, other = widen(q[place]), widen(do[place])
-            mem[r * pitch + d], mem[at_do + r * pitch + d] = one, other
+        at = ((b * queries + first) * heads + h) * dim
+        load(mem, 0, width, q, at, heads * dim, queries - first, dim)
+        load(mem, at_do, width, do, at, heads * dim, queries - first, dim)
         if t < TILE and first + t < queries:
-            row = (b * heads + h) * queries + first + t
-            whole = constant(lse[row], q)
-            mem[at_row + t] = whole
-            if whole > -math.inf:  # or no key is seen
-                mem[at_row + TILE + t] = constant(lse[row] - np.float64(whole), q)
-            mem[at_row + 2 * TILE + t] = constant(delta[row], q)
+            load_row(mem, at_row + t, lse, delta, (b * heads + h) * queries + first + t, q)
         low, high = cuda.local.array(columns, wide), cuda.local.array(columns, wide)
         for c in range(columns):
             low[c] = high[c] = constant(0, q)
@@ -171,26 +195,19 @@ def _queries(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
             seen = min(keys, max(ahead + min(first + TILE, queries), 0))
         for start in range(0, seen, TILE):
             cuda.syncthreads()
-            for e in range(t, TILE * width, THREADS):
-                r, d = e // width, e % width
-                one, other = constant(0, q), constant(0, q)
-                if start + r < keys and d < dim:
-                    place = ((b * keys + start + r) * groups + g) * dim + d
-                    one, other = widen(k[place]), widen(v[place])
-                mem[at_k + r * pitch + d], mem[at_v + r * pitch + d] = one, other
+            at = ((b * keys + start) * groups + g) * dim
+            load(mem, at_k, width, k, at, groups * dim, keys - start, dim)
+            load(mem, at_v, width, v, at, groups * dim, keys - start, dim)
             cuda.syncthreads()
             for n in range(4):
                 i, j = y + SIDE * (n // 2), x + SIDE * (n % 2)
-                s = p = constant(0, q)
-                for d in range(width):
-                    s += mem[i * pitch + d] * mem[at_k + j * pitch + d]
-                    p += mem[at_do + i * pitch + d] * mem[at_v + j * pitch + d]
                 hidden = start + j >= keys or first + i >= queries
                 hidden = hidden or (causal and start + j > ahead + first + i)
                 ds = constant(0, q)
                 if not hidden:
-                    seen_by = math.exp((s * scale - mem[at_row + i]) - mem[at_row + TILE + i])
-                    ds = seen_by * (p - mem[at_row + 2 * TILE + i])
+                    s = dot(mem, i * pitch, at_k + j * pitch, width, q)
+                    dp = dot(mem, at_do + i * pitch, at_v + j * pitch, width, q)
+                    ds = weight(mem, at_row + i, s * scale) * (dp - mem[at_row + 2 * TILE + i])
                 mem[at_s + i * SCORES + j] = ds
             cuda.syncthreads()
             for j in range(TILE):
@@ -228,13 +245,9 @@ def _keys(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
         b, g = cuda.blockIdx.x // groups, cuda.blockIdx.x % groups
         each = heads // groups
         start = cuda.blockIdx.y * TILE
-        for e in range(t, TILE * width, THREADS):
-            r, d = e // width, e % width
-            one, other = constant(0, q), constant(0, q)
-            if start + r < keys and d < dim:
-                place = ((b * keys + start + r) * groups + g) * dim + d
-                one, other = widen(k[place]), widen(v[place])
-            mem[r * pitch + d], mem[at_v + r * pitch + d] = one, other
+        at = ((b * keys + start) * groups + g) * dim
+        load(mem, 0, width, k, at, groups * dim, keys - start, dim)
+        load(mem, at_v, width, v, at, groups * dim, keys - start, dim)
         k_low, k_high = cuda.local.array(columns, wide), cuda.local.array(columns, wide)
         v_low, v_high = cuda.local.array(columns, wide), cuda.local.array(columns, wide)
         for c in range(columns):
@@ -245,33 +258,24 @@ def _keys(width: int, wide: Any, dtypes: tuple[str, ...]) -> Kernel:
         for head in range(g * each, (g + 1) * each):
             for first in range(from_, queries, TILE):
                 cuda.syncthreads()
-                for e in range(t, TILE * width, THREADS):
-                    r, d = e // width, e % width
-                    one, other = constant(0, q), constant(0, q)
-                    if first + r < queries and d < dim:
-                        place = ((b * queries + first + r) * heads + head) * dim + d
-                        one, other = widen(q[place]), widen(do[place])
-                    mem[at_q + r * pitch + d], mem[at_do + r * pitch + d] = one, other
+                at = ((b * queries + first) * heads + head) * dim
+                load(mem, at_q, width, q, at, heads * dim, queries - first, dim)
+                load(mem, at_do, width, do, at, heads * dim, queries - first, dim)
                 if t < TILE and first + t < queries:
-                    row = (b * heads + head) * queries + first + t
-                    whole = constant(lse[row], q)
-                    mem[at_row + t] = whole
-                    if whole > -math.inf:  # or no key is seen
-                        mem[at_row + TILE + t] = constant(lse[row] - np.float64(whole), q)
-                    mem[at_row + 2 * TILE + t] = constant(delta[row], q)
+                    load_row(
+                        mem, at_row + t, lse, delta, (b * heads + head) * queries + first + t, q
+                    )
                 cuda.syncthreads()
                 for n in range(4):
                     i, j = y + SIDE * (n // 2), x + SIDE * (n % 2)
-                    s = d_p = constant(0, q)
-                    for d in range(width):
-                        s += mem[at_q + i * pitch + d] * mem[j * pitch + d]
-                        d_p += mem[at_do + i * pitch + d] * mem[at_v + j * pitch + d]
                     hidden = start + j >= keys or first + i >= queries
                     hidden = hidden or (causal and start + j > ahead + first + i)
                     p = ds = constant(0, q)
                     if not hidden:
-                        p = math.exp((s * scale - mem[at_row + i]) - mem[at_row + TILE + i])
-                        ds = p * (d_p - mem[at_row + 2 * TILE + i])
+                        s = dot(mem, at_q + i * pitch, j * pitch, width, q)
+                        dp = dot(mem, at_do + i * pitch, at_v + j * pitch, width, q)
+                        p = weight(mem, at_row + i, s * scale)
+                        ds = p * (dp - mem[at_row + 2 * TILE + i])
                     mem[at_p + i * SCORES + j], mem[at_ds + i * SCORES + j] = p, ds
                 cuda.syncthreads()
                 for i in range(TILE):
