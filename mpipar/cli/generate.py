@@ -7,6 +7,7 @@ Every rank of the job holds a part of each layer (tensor parallel); they write t
 shows it.  Keys and values of the tokens so far are kept.
 """
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from tyro.conf import arg
 
-from mpipar.cli.train import fail
+from mpipar.cli.train import HEAD_START, fail
 from mpipar.errors import ConfigError, MpiparError, explain
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def run(config: Config) -> int:
     from mpipar.train import launch
 
     if trouble := launch.start():
-        print(f"mpipar: error: {trouble}")
-        return 2
+        return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
     from mpi4py import MPI
 
     from mpipar.train.agree import is_of_all_ranks
