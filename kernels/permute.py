@@ -17,7 +17,7 @@ import numpy as np
 
 from mpipar.arrays import Array, is_device, module_of
 from mpipar.errors import BufferMismatchError, ConfigError, explain
-from mpipar.kernels.device import blocks, cuda, kernel
+from mpipar.kernels.device import blocks, cuda, device, kernel
 from mpipar.kernels.ptx import address, load4, store4
 
 THREADS = 256
@@ -35,28 +35,42 @@ def reference(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(np.transpose(x, axes))
 
 
+@device
+def first_row(e, width, n1, n2, n3):  # type: ignore[no-untyped-def]
+    """Return the first row of thread e, and its place in each dimension."""
+    first = np.uint32(np.uint32(e // width) * np.uint32(EACH))
+    c3, rest = np.int64(first % n3), np.uint32(first // n3)
+    c2, rest = np.int64(rest % n2), np.uint32(rest // n2)
+    c1, c0 = np.int64(rest % n1), np.int64(rest // n1)
+    return np.int64(first), c0, c1, c2, c3
+
+
+@device
+def next_row(c0, c1, c2, c3, n1, n2, n3):  # type: ignore[no-untyped-def]
+    """Return the place of the row after this one."""
+    c3 += 1
+    if c3 == n3:
+        c3, c2 = 0, c2 + 1
+    if c2 == n2:
+        c2, c1 = 0, c1 + 1
+    if c1 == n1:
+        c1, c0 = 0, c0 + 1
+    return c0, c1, c2, c3
+
+
 @kernel(f"T[], T[], {PLACE}", dtypes=tuple(WORDS.values()), threads=THREADS)
 def rows(out, x, count, width, n0, n1, n2, n3, o0, o1, o2, o3, i0, i1, i2, i3):  # type: ignore[no-untyped-def]
     """Copy rows of `width` elements; count: of rows, the product of n0 to n3."""
     e = np.uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
     column = np.int64(e % width)
-    first = np.uint32(np.uint32(e // width) * np.uint32(EACH))
-    row, c3, rest = np.int64(first), np.int64(first % n3), np.uint32(first // n3)
-    c2, rest = np.int64(rest % n2), np.uint32(rest // n2)
-    c1, c0 = np.int64(rest % n1), np.int64(rest // n1)
+    row, c0, c1, c2, c3 = first_row(e, width, n1, n2, n3)
     for _ in range(EACH):
         if row < count:
             out[c0 * o0 + c1 * o1 + c2 * o2 + c3 * o3 + column] = x[
                 c0 * i0 + c1 * i1 + c2 * i2 + c3 * i3 + column
             ]
         row += 1
-        c3 += 1
-        if c3 == n3:
-            c3, c2 = 0, c2 + 1
-        if c2 == n2:
-            c2, c1 = 0, c1 + 1
-        if c1 == n1:
-            c1, c0 = 0, c0 + 1
+        c0, c1, c2, c3 = next_row(c0, c1, c2, c3, n1, n2, n3)
 
 
 @kernel(f"T[], T[], {PLACE}", dtypes=("uint32",), threads=THREADS)
@@ -64,22 +78,13 @@ def rows16(out, x, count, width, n0, n1, n2, n3, o0, o1, o2, o3, i0, i1, i2, i3)
     """Do so, 16 bytes at a time: strides in words of four, width in pieces of 16 bytes."""
     e = np.uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
     column = 4 * np.int64(e % width)
-    first = np.uint32(np.uint32(e // width) * np.uint32(EACH))
-    row, c3, rest = np.int64(first), np.int64(first % n3), np.uint32(first // n3)
-    c2, rest = np.int64(rest % n2), np.uint32(rest // n2)
-    c1, c0 = np.int64(rest % n1), np.int64(rest // n1)
+    row, c0, c1, c2, c3 = first_row(e, width, n1, n2, n3)
     for _ in range(EACH):
         if row < count:
             a, b, c, d = load4(address(x, c0 * i0 + c1 * i1 + c2 * i2 + c3 * i3 + column))
             store4(address(out, c0 * o0 + c1 * o1 + c2 * o2 + c3 * o3 + column), a, b, c, d)
         row += 1
-        c3 += 1
-        if c3 == n3:
-            c3, c2 = 0, c2 + 1
-        if c2 == n2:
-            c2, c1 = 0, c1 + 1
-        if c1 == n1:
-            c1, c0 = 0, c0 + 1
+        c0, c1, c2, c3 = next_row(c0, c1, c2, c3, n1, n2, n3)
 
 
 def _turn(word: str) -> Any:
