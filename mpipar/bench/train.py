@@ -1,6 +1,6 @@
 """`mpipar bench train`: steps of our trainer beside PyTorch's, in turns, in one run.
 
-    each rank    ours   peer   alone   rate    ours   peer   alone   rate    ...   medians
+    each rank    peer   ours   alone   rate    peer   ours   alone   rate    ...
                  steps  steps  steps   of products
 
 "ours" is DataParallel or FSDP over the ranks.  "peer" is PyTorch (`torch_gpt.py`), asleep while it
@@ -9,7 +9,8 @@ communication, on all ranks at once, so that clocks and memory are as busy: what
 sharding add to it is `overhead`.  "rate" is the best of the step's own matrix products.
 
 All ranks begin each step together and the slowest one counts; of a turn's steps, and of the turns,
-the medians.  MFU: 6 N + 6 L s d operations a token (`flops_per_token`) over that rate.
+the medians.  `ratio` and `overhead` are medians of what each turn shows by itself: a machine whose
+speed swings for seconds slows down both sides of a turn.  MFU: 6 N + 6 L s d operations a token (`flops_per_token`) over that rate.
 """
 
 import statistics
@@ -108,11 +109,11 @@ def _turns(config: Train, comm: Communicator, step: Step, peer: Peer | None) -> 
         together(raw, lambda: peer.run(WARM))
     alone: Step | None = None
     for _ in range(config.repeats):
-        turns.ours.append(_timed(comm, config, step, numbers, config.steps))
         if peer is not None:
             answer = together(raw, lambda: peer.run(config.steps))
             turns.peer.append(_slowest(comm, answer.seconds))
             turns.peer_rss_mb = _largest(comm, answer.rss_mb)
+        turns.ours.append(_timed(comm, config, step, numbers, config.steps))
         if alone is None:  # made after memory was measured, which it would add to
             turns.rss_mb = _largest(comm, peak_mb())
             alone = _alone(config)
@@ -136,13 +137,13 @@ def _row(config: Train, ranks: int, mode: Mode, turns: Turns) -> Row:
         dim=config.dim,
         tokens_per_s=tokens / ours,
         peer_tokens_per_s=tokens / peer if peer else None,
-        ratio=peer / ours if peer else None,
+        ratio=paired(turns.peer, turns.ours) if peer else None,
         mfu=work / ours / rate,
         rss_mb=turns.rss_mb,
         peer_rss_mb=turns.peer_rss_mb if peer else None,
         rss_ratio=turns.rss_mb / turns.peer_rss_mb if peer else None,
         single_tokens_per_s=tokens / alone,
-        overhead=ours / alone - 1,
+        overhead=paired(turns.ours, turns.alone) - 1,
         peer_mfu=work / peer / rate if peer else None,
         matmul_gflops=rate / 1e9,
         step_s=ours,
@@ -155,6 +156,11 @@ def _row(config: Train, ranks: int, mode: Mode, turns: Turns) -> Row:
         vocab=config.vocab,
         threads=config.threads,
     )
+
+
+def paired(above: list[float], below: list[float]) -> float:
+    """Return the median of the turns' ratios."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def as_json(rows: list[Row]) -> list[dict[str, Any]]:

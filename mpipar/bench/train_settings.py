@@ -41,10 +41,10 @@ class Train:
     """Sequences of a step on each rank."""
     vocab: int = 256
     """Different tokens."""
-    steps: int = 5
-    """Steps of a repeat, after two that are not timed."""
-    repeats: int = 5
-    """Turns that each side gets; medians count."""
+    steps: int = 3
+    """Steps of a turn; two before the first are not timed."""
+    repeats: int = 9
+    """Turns that each side gets; medians count, of ratio and overhead those of the turns' own."""
     threads: int = 1
     """Threads of each rank."""
     seed: int = 0
