@@ -10,7 +10,8 @@ sharding add to it is `overhead`.  "rate" is the best of the step's own matrix p
 
 All ranks begin each step together and the slowest one counts; of a turn's steps, and of the turns,
 the medians.  `ratio` and `overhead` are medians of what each turn shows by itself: a machine whose
-speed swings for seconds slows down both sides of a turn.  MFU: 6 N + 6 L s d operations a token (`flops_per_token`) over that rate.
+speed swings for seconds slows down both sides of a turn.  MFU: 6 N + 6 L s d operations a token
+(`flops_per_token`) over that rate.
 """
 
 import statistics

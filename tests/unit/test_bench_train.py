@@ -10,8 +10,8 @@ import pytest
 
 from mpipar import models
 from mpipar.bench import torch_gpt
-from mpipar.bench.train_peer import Peer
 from mpipar.bench.train import paired
+from mpipar.bench.train_peer import Peer
 from mpipar.bench.train_settings import Train, check, operations
 from mpipar.errors import ConfigError
 from tests.launch import launch
