@@ -36,6 +36,8 @@ from .parallel.context.attend import ulysses_attention as ulysses_attention
 from .parallel.context.layout import context_positions as context_positions
 from .parallel.data import sum_gradients as sum_gradients
 from .parallel.data_parallel import DataParallel as DataParallel
+from .parallel.data_parallel import GradientSynchronizer as GradientSynchronizer
+from .parallel.data_parallel import PowerSGD as PowerSGD
 from .parallel.experts.block import ExpertBlock as ExpertBlock
 from .parallel.experts.moe import MoE as MoE
 from .parallel.experts.moe import balance_loss as balance_loss
@@ -48,7 +50,6 @@ from .parallel.loss import token_mean as token_mean
 from .parallel.loss import token_share as token_share
 from .parallel.mesh import Mesh as Mesh
 from .parallel.pipeline import Pipeline as Pipeline
-from .parallel.powersgd import PowerSGD as PowerSGD
 from .parallel.replicated import all_gather_sequence as all_gather_sequence
 from .parallel.replicated import copy_to as copy_to
 from .parallel.replicated import gather_from as gather_from
@@ -58,10 +59,10 @@ from .parallel.replicated import scatter_to as scatter_to
 from .parallel.sequence import SequenceLayerNorm as SequenceLayerNorm
 from .parallel.sequence import SequenceRMSNorm as SequenceRMSNorm
 from .parallel.sequence import SequenceShards as SequenceShards
-from .parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
 from .parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
 from .parallel.tensor import RowParallelLinear as RowParallelLinear
 from .parallel.tensor import TensorParallel as TensorParallel
+from .parallel.trace import Trace as Trace
 from .parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
 from .parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 

@@ -42,7 +42,7 @@ ALLOWED = {
     "train": L4_AND_BELOW | {"checkpoint", "huggingface"},
     "checkpoint": L4_AND_BELOW,
     "huggingface": L4_AND_BELOW | {"checkpoint"},
-    "bench": L4_AND_BELOW | {"train"},
+    "bench": L4_AND_BELOW | {"train", "checkpoint"},
     "doctor": L4_AND_BELOW | {"train"},
     "plan": L4_AND_BELOW | {"train"},
     "cli": L4_AND_BELOW | {"train", "checkpoint", "huggingface", "bench", "doctor", "plan"},
@@ -53,7 +53,6 @@ KNOW_MPI |= {"cli"}
 USE_NUMPY = {"replay", "simulate"}  # in schedule/; the rest of it is the standard library alone
 # in parallel/: its other modules use these freely, and of each other only what users see
 FOUNDATION = {"collective_matmul", "communicator", "differentiable", "mesh", "wrapped"}
-FOUNDATION |= {"accumulation", "failed_steps", "set_aside"}  # of data_parallel and synchronizer
 NEVER = {"torch", "pickle", "tests"}
 
 FILES = python_files("mpipar", "kernels")

@@ -43,7 +43,7 @@ from mpipar.errors import (
     explain,
 )
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.failed_steps import LOST, FailedSteps
+from mpipar.parallel.data_parallel.failed_steps import LOST, FailedSteps
 from mpipar.parallel.wrapped import require_communicator
 
 NAMED = 254  # ranks up to this one are named when they fail

@@ -34,10 +34,10 @@ import numpy as np
 
 from mpipar.autograd import after_backward, around_backward, is_grad_enabled
 from mpipar.errors import ConfigError, MpiparError, StateError, explain
-from mpipar.parallel.accumulation import Accumulation
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.set_aside import SetAside
-from mpipar.parallel.synchronizer import GradientSynchronizer
+from mpipar.parallel.data_parallel.accumulation import Accumulation
+from mpipar.parallel.data_parallel.set_aside import SetAside
+from mpipar.parallel.data_parallel.synchronizer import GradientSynchronizer
 from mpipar.parallel.wrapped import Wrapper, require_communicator, require_unwrapped
 
 
