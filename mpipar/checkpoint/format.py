@@ -27,6 +27,7 @@ CODES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 NAMES = {code: name for name, code in CODES.items()}
+TOO_LARGE = (OverflowError, RecursionError)  # of numbers that are none, and of deep nesting
 ALIGNMENT = 4096  # bytes, a page: rows of a power of two are then written page by page
 
 
@@ -94,12 +95,16 @@ def parse(text: bytes, path: str) -> Head:
         table.pop("__metadata__", None)
         places = []
         for name, about in table.items():
+            if about["dtype"] not in tuple(NAMES):
+                what = f"{path} has a tensor {name} of dtype {about['dtype']!r}"
+                raise CheckpointError(f"{what}; these are read: {', '.join(NAMES)}")
             dtype, shape = dtype_of(NAMES[about["dtype"]]), tuple(map(int, about["shape"]))
             place = Place(name, dtype, shape, len(text) + int(about["data_offsets"][0]))
             places.append(place)
-            if place.nbytes != int(about["data_offsets"][1]) - int(about["data_offsets"][0]):
-                raise ValueError(name)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            begin, end = map(int, about["data_offsets"])
+            if begin < 0 or min(shape, default=0) < 0 or place.nbytes != end - begin:
+                raise ValueError(f"bytes {begin} to {end} are not a tensor {name} of {shape}")
+    except (ValueError, KeyError, TypeError, AttributeError, *TOO_LARGE) as error:
         raise CheckpointError(f"{path} is no .safetensors file: {error!r}") from error
     places.sort(key=lambda place: place.start)
     end = max((place.start + place.nbytes for place in places), default=len(text))

@@ -19,7 +19,7 @@ from mpipar.checkpoint.format import parse
 from mpipar.errors import CheckpointError
 from mpipar.huggingface.names import sources
 from mpipar.huggingface.settings import CONFIG, read_settings, write_settings
-from mpipar.huggingface.weights import read_tensors, whole, write_tensors
+from mpipar.huggingface.weights import check, parameters, write_tensors
 from mpipar.models.config import ModelConfig
 from mpipar.parallel.communicator import Communicator
 
@@ -35,10 +35,9 @@ def to_checkpoint(source: Path, target: Path, comm: Communicator, dtype: str | N
     """
     config = read_settings(source)
     kind = dtype_of(dtype or config.dtype)
-    tensors = read_tensors(source)
     arrays = {}
-    for name, of in sources(config).items():
-        parts = whole(name, of, tensors, source).parts
+    for name, values in parameters(config, source).items():
+        parts = values.parts
         one = parts[0] if len(parts) == 1 else np.concatenate(parts)
         arrays[name] = np.ascontiguousarray(one, kind)
     state = {"step": 0, "model": asdict(config) | {"dtype": kind.name}}
@@ -67,8 +66,10 @@ def from_checkpoint(source: Path, target: Path, comm: Communicator, most: int) -
     for name, of in sources(config).items():
         if name not in own:
             raise CheckpointError(f"{found.folder} has no {name}: it is of another model")
-        cuts = list(accumulate(of.rows))[:-1]
+        cuts = list(accumulate(shape[0] for shape in of.shapes))[:-1]
         parts = [own[name].T] if of.transposed else np.split(own[name], cuts)
+        for part, shape in zip(parts, of.shapes, strict=True):
+            check(f"{name} in {found.folder}", part, shape)
         tensors |= dict(zip(of.names, parts, strict=True))
     hidden = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
     try:

@@ -11,9 +11,8 @@ from mpipar.checkpoint.agree import together
 from mpipar.checkpoint.entries import files_of
 from mpipar.errors import CheckpointError
 from mpipar.huggingface.convert import find
-from mpipar.huggingface.names import sources
 from mpipar.huggingface.settings import is_folder, read_settings
-from mpipar.huggingface.weights import fill, read_tensors, whole
+from mpipar.huggingface.weights import fill, parameters
 from mpipar.models.config import ModelConfig
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.mesh import Mesh
@@ -27,7 +26,11 @@ def model_of(folder: str | Path) -> ModelConfig:
     Raises ConfigError or CheckpointError for a folder of neither kind.
     """
     path = Path(folder)
-    return read_settings(path) if is_folder(path) else find(path)[1]
+    if not is_folder(path):
+        return find(path)[1]
+    config = read_settings(path)
+    parameters(config, path)  # its weights are there
+    return config
 
 
 def load_weights(folder: str | Path, model: Any, mesh: Mesh | Communicator) -> None:
@@ -45,13 +48,13 @@ def load_weights(folder: str | Path, model: Any, mesh: Mesh | Communicator) -> N
 
 
 def _fill_all(folder: Path, model: Any) -> None:
-    table, tensors = sources(read_settings(folder)), read_tensors(folder)
+    table = parameters(read_settings(folder), folder)
     for entry in files_of({"model": model})["model"]:
         if entry.name not in table:
             raise CheckpointError(f"{folder} has no {entry.name}: it is of another model")
         if entry.on_update is not None:
             entry.on_update()
-        values = whole(entry.name, table[entry.name], tensors, folder)
+        values = table[entry.name]
         if entry.name == POSITIONS:
             values = values.first(entry.spec.shape[0])
         fill(entry.array, entry.spec, values)

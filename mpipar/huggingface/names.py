@@ -17,12 +17,16 @@ from mpipar.models.config import ModelConfig
 class Source:
     """The tensors of which a parameter is made: concatenated along dim 0, or one transposed.
 
-    rows: of each tensor, where there are several.
+    shapes: of each tensor, as it lies in the folder.
     """
 
     names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     transposed: bool = False
-    rows: tuple[int, ...] = ()
+
+
+def _one(name: str, *shape: int, transposed: bool = False) -> Source:
+    return Source((name,), (shape,), transposed)
 
 
 def sources(config: ModelConfig) -> dict[str, Source]:
@@ -31,47 +35,55 @@ def sources(config: ModelConfig) -> dict[str, Source]:
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Source]:
+    dim, hidden = config.dim, config.hidden
     table = {
-        "token_embedding.weight": Source(("transformer.wte.weight",)),
-        "position_embedding.weight": Source(("transformer.wpe.weight",)),
+        "token_embedding.weight": _one("transformer.wte.weight", config.vocab, dim),
+        "position_embedding.weight": _one("transformer.wpe.weight", config.seq, dim),
     }
-    kinds = {"norm1": "ln_1", "norm2": "ln_2"}
+    norms = {"norm1": "ln_1", "norm2": "ln_2"}
     matrices = {
-        "attention.qkv": "attn.c_attn", "attention.projection": "attn.c_proj",
-        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-    }  # fmt: skip
+        "attention.qkv": ("attn.c_attn", dim, 3 * dim),
+        "attention.projection": ("attn.c_proj", dim, dim),
+        "mlp.up": ("mlp.c_fc", dim, hidden),
+        "mlp.down": ("mlp.c_proj", hidden, dim),
+    }
     for layer in range(config.layers):
-        for own, theirs in (kinds | matrices).items():
+        own, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        for name, other in norms.items():
             for part in ("weight", "bias"):
-                name = f"transformer.h.{layer}.{theirs}.{part}"
-                transposed = own in matrices and part == "weight"
-                table[f"blocks.{layer}.{own}.{part}"] = Source((name,), transposed)
+                table[f"{own}.{name}.{part}"] = _one(f"{theirs}.{other}.{part}", dim)
+        for name, (other, wide, high) in matrices.items():
+            weight = _one(f"{theirs}.{other}.weight", wide, high, transposed=True)
+            table[f"{own}.{name}.weight"] = weight
+            table[f"{own}.{name}.bias"] = _one(f"{theirs}.{other}.bias", high)
     for part in ("weight", "bias"):
-        table[f"norm.{part}"] = Source((f"transformer.ln_f.{part}",))
+        table[f"norm.{part}"] = _one(f"transformer.ln_f.{part}", dim)
     if not config.tied:
-        table["head.weight"] = Source(("lm_head.weight",))
+        table["head.weight"] = _one("lm_head.weight", config.vocab, dim)
     return table
 
 
 def _llama(config: ModelConfig) -> dict[str, Source]:
-    keys = config.kv_heads * config.head_dim
+    dim, hidden, keys = config.dim, config.hidden, config.kv_heads * config.head_dim
     fused = {
-        "attention.qkv": ("self_attn", "qkv", (config.dim, keys, keys)),
-        "mlp.gate_up": ("mlp", ("gate", "up"), (config.hidden, config.hidden)),
+        "attention.qkv": ("self_attn", "qkv", (dim, keys, keys)),
+        "mlp.gate_up": ("mlp", ("gate", "up"), (hidden, hidden)),
     }
     single = {
-        "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
-        "attention.projection": "self_attn.o_proj", "mlp.down": "mlp.down_proj",
-    }  # fmt: skip
-    table = {"token_embedding.weight": Source(("model.embed_tokens.weight",))}
+        "norm1": ("input_layernorm", (dim,)),
+        "norm2": ("post_attention_layernorm", (dim,)),
+        "attention.projection": ("self_attn.o_proj", (dim, dim)),
+        "mlp.down": ("mlp.down_proj", (dim, hidden)),
+    }
+    table = {"token_embedding.weight": _one("model.embed_tokens.weight", config.vocab, dim)}
     for layer in range(config.layers):
         own, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         for name, (half, parts, rows) in fused.items():
             names = tuple(f"{theirs}.{half}.{part}_proj.weight" for part in parts)
-            table[f"{own}.{name}.weight"] = Source(names, rows=rows)
-        for name, other in single.items():
-            table[f"{own}.{name}.weight"] = Source((f"{theirs}.{other}.weight",))
-    table["norm.weight"] = Source(("model.norm.weight",))
+            table[f"{own}.{name}.weight"] = Source(names, tuple((row, dim) for row in rows))
+        for name, (other, shape) in single.items():
+            table[f"{own}.{name}.weight"] = _one(f"{theirs}.{other}.weight", *shape)
+    table["norm.weight"] = _one("model.norm.weight", dim)
     if not config.tied:
-        table["head.weight"] = Source(("lm_head.weight",))
+        table["head.weight"] = _one("lm_head.weight", config.vocab, dim)
     return table

@@ -31,10 +31,9 @@ def read_settings(folder: Path) -> ModelConfig:
     except OSError as error:
         rule = f"{path} cannot be read: {error.strerror}"
         raise ConfigError(explain("folder", str(folder), rule, "Pass a model's folder")) from error
-    except (ValueError, KeyError, TypeError) as error:
-        rule = f"{CONFIG} is no description of a model: {error!r}"
-        raise ConfigError(explain("folder", str(folder), rule, "Download it again")) from error
-    if kind not in ARCHITECTURES:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _no_model(folder, error) from error
+    if kind not in tuple(ARCHITECTURES):
         rule = f"models of {', '.join(ARCHITECTURES)} can be built"
         raise ConfigError(explain(f"model_type in {path}", kind, rule, "Choose another model"))
     try:
@@ -42,6 +41,10 @@ def read_settings(folder: Path) -> ModelConfig:
     except KeyError as error:
         rule = f"{CONFIG} says nothing of {error}"
         raise ConfigError(explain("folder", str(folder), rule, "Download it again")) from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise _no_model(folder, error) from error
     for name, value, good in limits:
         if value not in good:
             words = " or ".join(map(repr, good))
@@ -49,6 +52,11 @@ def read_settings(folder: Path) -> ModelConfig:
             fix = "The numbers would be others; choose another model"
             raise ConfigError(explain(f"{name} in {path}", value, rule, fix))
     return config
+
+
+def _no_model(folder: Path, error: Exception) -> ConfigError:
+    rule = f"{CONFIG} is no description of a model: {error!r}"
+    return ConfigError(explain("folder", str(folder), rule, "Download it again"))
 
 
 Limit = tuple[str, Any, tuple[Any, ...]]  # a setting, its value, those that mean what is built
@@ -67,6 +75,7 @@ def _gpt2(told: dict[str, Any]) -> tuple[ModelConfig, Iterator[Limit]]:
         yield "scale_attn_weights", told.get("scale_attn_weights", True), (True,)
         for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             yield name, told.get(name, False), (False,)
+        yield from _common(told)
 
     return config, limits()
 
@@ -89,10 +98,17 @@ def _llama(told: dict[str, Any]) -> tuple[ModelConfig, Iterator[Limit]]:
         yield "head_dim", told.get("head_dim") or config.head_dim, (config.head_dim,)
         kind = turns.get("rope_type") or scaling.get("rope_type") or scaling.get("type")
         yield "rope_type", kind or "default", ("default",)
+        yield "partial_rotary_factor", told.get("partial_rotary_factor") or 1, (1,)
         for name in ("attention_bias", "mlp_bias"):
             yield name, told.get(name, False), (False,)
+        yield from _common(told)
 
     return config, limits()
+
+
+def _common(told: dict[str, Any]) -> Iterator[Limit]:
+    yield "tie_word_embeddings", told.get("tie_word_embeddings"), (True, False, None)
+    yield "quantization_config", told.get("quantization_config"), (None,)
 
 
 def _dtype(told: dict[str, Any]) -> str:

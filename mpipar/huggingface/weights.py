@@ -3,8 +3,9 @@
     model.safetensors                   all tensors
     model.safetensors.index.json        {"weight_map": {"wte.weight": "model-00001-of-00002..."}}
 
-Files are mapped, so a rank reads the pages of what it holds.  Folders of GPT-2's base model leave
-out "transformer." in all names.
+Files are mapped, so a rank reads the pages of what it holds.  Folders of a base model leave out
+"transformer." or "model." in all names.  Every tensor has a parameter of its shape, or is refused:
+a bias that the model here lacks would change the numbers.
 """
 
 import json
@@ -14,14 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.arrays import Array, is_device, module_of
+from mpipar.arrays import DTYPES, Array, is_device, module_of
 from mpipar.checkpoint.format import Place, lay_out, parse
 from mpipar.errors import CheckpointError, explain
-from mpipar.huggingface.names import Source
+from mpipar.huggingface.names import sources
+from mpipar.models.config import ModelConfig
 from mpipar.nn.spec import Spec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # follow from the settings
 Tensors = Mapping[str, np.ndarray]
 
 
@@ -34,6 +37,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     if (folder / INDEX).exists():
         try:
             names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            {folder / name for name in names}  # all are texts
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / INDEX} is no index of files: {error!r}") from error
     tensors: dict[str, np.ndarray] = {}
@@ -95,17 +99,46 @@ class Global:
         return block.reshape(-1)[spec.flat.start : spec.flat.stop]
 
 
-def whole(name: str, source: Source, tensors: Tensors, folder: Path) -> Global:
-    """Return a parameter of a folder; raises CheckpointError if a tensor is not there."""
-    parts = []
-    for theirs in source.names:
-        found = tensors.get(theirs)
-        if found is None:
-            found = tensors.get(theirs.removeprefix("transformer."))
-        if found is None:
-            raise CheckpointError(f"{folder} has no tensor {theirs}, which {name} is made of")
-        parts.append(found.T if source.transposed else found)
-    return Global(tuple(parts))
+def parameters(config: ModelConfig, folder: Path) -> dict[str, Global]:
+    """Return all parameters of a folder's model, by global name.
+
+    Raises CheckpointError unless its tensors are just those of such a model.
+    """
+    tensors = {_short(name): one for name, one in read_tensors(folder).items()}
+    if config.layers > len(tensors):
+        text = f"{folder} has {len(tensors)} tensors, too few for the {config.layers} layers"
+        raise CheckpointError(f"{text} of its config.json: download it again")
+    found = {}
+    for name, source in sources(config).items():
+        parts = []
+        for theirs, shape in zip(source.names, source.shapes, strict=True):
+            one = tensors.pop(_short(theirs), None)
+            if one is None:
+                raise CheckpointError(f"{folder} has no tensor {theirs}, which {name} is made of")
+            check(f"{theirs} in {folder}", one, shape)
+            parts.append(one.T if source.transposed else one)
+        found[name] = Global(tuple(parts))
+    extra = [name for name in tensors if not name.endswith(BUFFERS)]
+    extra = [name for name in extra if name != "lm_head.weight"]  # of a tied model: a copy
+    if extra:
+        shown = ", ".join(extra[:4]) + f" and {len(extra) - 4} more" * (len(extra) > 4)
+        text = f"a {config.model} model of the sizes in config.json has no place for {shown}"
+        raise CheckpointError(f"{folder}: {text}. The numbers would be others; check config.json")
+    return found
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("transformer.").removeprefix("model.")
+
+
+def check(called: str, tensor: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError for a tensor of another shape, or of no floating-point numbers."""
+    if tensor.shape != shape:
+        rule = f"the model of the settings has {shape} there"
+        raise CheckpointError(explain(called, tensor.shape, rule, "Settings and weights differ"))
+    if tensor.dtype.name not in DTYPES:
+        rule = f"weights are {', '.join(DTYPES)}"
+        raise CheckpointError(explain(called, tensor.dtype.name, rule, "Save it unquantised"))
 
 
 def fill(array: Array, spec: Spec, values: Global) -> None:

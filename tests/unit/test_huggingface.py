@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpipar as mp
 from mpipar import models
+from mpipar.checkpoint.format import parse
 from mpipar.errors import CheckpointError, ConfigError
 from mpipar.huggingface.convert import from_checkpoint, to_checkpoint
 from mpipar.huggingface.initial import model_of
@@ -47,7 +48,12 @@ def test_settings_there_and_back(config: ModelConfig, tmp_path: Path) -> None:
         ("llama", {"head_dim": 16}, "head_dim in .*=16: a llama model here has 4"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
         ("llama", {"model_type": "mamba"}, "model_type in .*='mamba'"),
-        ("llama", {"num_hidden_layers": None}, "layers=None"),
+        ("llama", {"num_hidden_layers": None}, "config.json: layers=None"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": "x"}, "no description of a model"),
+        ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("gpt2", {"tie_word_embeddings": "x"}, "tie_word_embeddings"),
+        ("gpt2", {"model_type": ["gpt2"]}, "model_type"),
     ],
 )
 def test_settings_that_would_change_the_numbers(
@@ -85,6 +91,46 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="no index"):
         read_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("gpt2", {"n_layer": 10**12}, "too few for the 1000000000000 layers"),
+        ("gpt2", {"n_layer": 1}, "no place for h.1.attn.c_attn.bias, .* and 8 more"),
+        ("gpt2", {"n_inner": 100}, r"c_fc.weight in .*=\(32, 128\): .* \(32, 100\)"),
+        ("llama", {"vocab_size": 68}, r"embed_tokens.weight in .*=\(67, 32\)"),
+        ("llama", {"num_key_value_heads": 8}, r"k_proj.weight in .*=\(16, 32\)"),
+    ],
+)
+def test_weights_that_are_not_of_the_settings(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    for file in (GOLDEN / kind).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    told = json.loads((GOLDEN / kind / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(told | changes))
+    with pytest.raises(CheckpointError, match=words):
+        model_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}, "dtype 'F8_E4M3'"),
+        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "dtype"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}, "not a tensor"),
+        ({"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, "not a tensor"),
+        ({"dtype": "F32", "shape": [10**30], "data_offsets": [0, 4]}, "not a tensor"),
+        ({"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}, "no .safetensors"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4]}, "no .safetensors"),
+    ],
+)
+def test_heads_that_no_file_has(about: dict[str, Any], words: str) -> None:
+    text = json.dumps({"a": about}).encode()
+    with pytest.raises(CheckpointError, match=words):
+        parse(len(text).to_bytes(8, "little") + text, "file")
 
 
 def test_names_of_the_base_model(tmp_path: Path) -> None:
