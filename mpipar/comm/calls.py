@@ -12,6 +12,7 @@ from mpipar.comm import library
 from mpipar.errors import ConfigError, DtypeMismatchError, explain
 from mpipar.kernels.reduce import COMBINE
 from mpipar.partition import blocks
+from mpipar.trace.record import Label
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -143,6 +144,12 @@ def describe(call: Call, algorithm: str) -> str:
     offset = f", offset={call.offset}" if call.collective == "shift" else ""
     details = f"{sizes} elements{dims}{op}{root}{offset}"
     return f"{call.collective}({call.dtype.name}, {details}) by {algorithm}"
+
+
+def label_of(call: Call, algorithm: str) -> Label:
+    """Return what traces call a call: all_reduce/ring, its bytes, and the words of `describe`."""
+    nbytes = sum(call.sizes) * call.dtype.itemsize
+    return Label(f"{call.collective}/{algorithm}", nbytes, describe(call, algorithm))
 
 
 def check_rank(size: int, rank: Any, parameter: str) -> None:

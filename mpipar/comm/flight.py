@@ -90,6 +90,10 @@ class Flight:
         self.records.append(record)
         return record
 
+    def members(self) -> tuple[str, tuple[int, ...]]:
+        """Return the communicator's name, and its ranks as they are numbered in the world."""
+        return self._name, world_ranks(self._comm)
+
     def __str__(self) -> str:
         last = self.records[-1].what if self.records else "no collective yet"
         return f"communicator {self._name!r}, {last}"

@@ -20,9 +20,10 @@ from mpi4py import MPI
 from mpipar import schedule as schedules
 from mpipar.arrays import Array, is_device
 from mpipar.comm import abort, choice, clock, device, library, node, roster, waiting
-from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, describe
+from mpipar.comm.calls import Call, UserOp, algorithms, allowed, block_sizes, check_op, label_of
 from mpipar.comm.device_run import DeviceExecution, device_fold
 from mpipar.comm.flight import DESTROY, Flight, Record, describe_groups
+from mpipar.comm.handle import Handle
 from mpipar.comm.persistent import Persistent
 from mpipar.comm.plan import compile_plan
 from mpipar.comm.prepare import Prepared, dividing, fold_of, layout_of
@@ -38,6 +39,8 @@ from mpipar.errors import (
     StateError,
     explain,
 )
+from mpipar.trace import record as trace
+from mpipar.trace.record import Label
 
 PERSISTENT_BYTES = 1 << 18  # calls up to this size run on prepared requests
 PERSISTENT_RANKS = 64
@@ -226,7 +229,7 @@ class ProcessGroup:
             prepared = self.prepare(call)
         self.sequence += 1
         self.calls[call.collective] += 1
-        record = self.flight.note(Record(self.sequence, prepared.what))
+        record = self.flight.note(Record(self.sequence, prepared.label.details))
         try:
             persistent = prepared.persistent
             if persistent is not None and not async_op:
@@ -238,13 +241,23 @@ class ProcessGroup:
                     device.write(output, persistent.output)
                 result = finish()
             else:
+                label = prepared.label
+                if async_op and trace.to is not None:
+                    finish = trace.to.flying(self.flight, label, self.sequence, finish)
                 handle = record.handle = self._launch(call, prepared, source, output, finish)
-                result = Handle(handle, self) if async_op else handle.wait()
+                result = Handle(handle, self, label, record.sequence) if async_op else handle.wait()
         except BaseException as error:
             self.fails(error)
             raise
-        self.seconds += clock.end(begun)
+        self.spent(begun, prepared.label, record.sequence)
         return result
+
+    def spent(self, begun: clock.Begun, label: Label, sequence: int) -> None:
+        """End a call of the group: count its seconds, and tell a trace of it."""
+        seconds = clock.end(begun)
+        self.seconds += seconds
+        if trace.to is not None:
+            trace.to.call(self.flight, label, sequence, begun[0], seconds)
 
     def _launch(
         self,
@@ -277,16 +290,15 @@ class ProcessGroup:
     def prepare(self, call: Call) -> Prepared:
         """Choose the algorithm and compile the plan of a call, once."""
         self.require_alive()
-        nbytes = sum(call.sizes) * call.dtype.itemsize
         algorithm = self.validate(call)
-        what = describe(call, algorithm)
-        prepared = Prepared(algorithm, what, zlib.crc32(what.encode()))
+        label = label_of(call, algorithm)
+        prepared = Prepared(algorithm, label, zlib.crc32(label.details.encode()))
         prepared.divisor = self.size if call.op == "mean" else 1
         if algorithm != "mpi":
-            self._compile(call, prepared, nbytes)
+            self._compile(call, prepared, label.bytes)
         if call.once or isinstance(call.op, UserOp):
             return prepared
-        prepared.nbytes = nbytes if prepared.persistent is not None else 0
+        prepared.nbytes = label.bytes if prepared.persistent is not None else 0
         self._kept_bytes += prepared.nbytes
         while len(self._prepared) >= KEEP_PREPARED or self._kept_bytes > KEEP_BYTES:
             self._forget()
@@ -358,32 +370,6 @@ class ProcessGroup:
         self.small[call.op, call.algorithm, call.dtype, call.sizes[0]] = small
         if call.algorithm == self.algorithm:
             self.small[call.op, None, call.dtype, call.sizes[0]] = small
-
-
-class Handle:
-    """A collective in flight: `test()` advances it, `wait()` returns its result."""
-
-    __slots__ = ("_group", "_inner")
-
-    def __init__(self, inner: Execution | Requests, group: ProcessGroup) -> None:
-        self._inner, self._group = inner, group
-        if not inner.done:
-            waiting.enter(inner.test)
-
-    def test(self) -> bool:
-        """Advance without waiting; say whether the result is there."""
-        return self._inner.test()
-
-    def wait(self) -> Any:
-        """Wait for the result and return it; a second call returns it again."""
-        begun = clock.begin()
-        try:
-            result = self._inner.wait()
-        except BaseException as error:
-            self._group.fails(error)
-            raise
-        self._group.seconds += clock.end(begun)
-        return result
 
 
 def _wrong_option(algorithm: Any, timeout: Any, segment_bytes: Any) -> str:

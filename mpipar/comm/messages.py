@@ -5,7 +5,7 @@ ring of blocking sends never works by luck with small messages and hangs with la
 watchdog names it.  `shift` is the collective for a ring step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,16 @@ from mpi4py import MPI
 
 from mpipar.arrays import Array, is_device, module
 from mpipar.arrays import dtype as dtype_of
-from mpipar.comm import buffers
+from mpipar.comm import buffers, clock
 from mpipar.comm.calls import check_rank
 from mpipar.comm.device_run import DeviceRequests
 from mpipar.comm.flight import Record
-from mpipar.comm.group import MESSAGE_TAG, Handle, ProcessGroup
+from mpipar.comm.group import MESSAGE_TAG, ProcessGroup
+from mpipar.comm.handle import Handle
 from mpipar.comm.run import Requests
 from mpipar.errors import ConfigError, explain
+from mpipar.trace import record as trace
+from mpipar.trace.record import Label
 
 
 def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
@@ -27,13 +30,15 @@ def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
     dst = _peer(group, dst, 1, "dst")
     x = buffers.as_array(x)
     what = f"send({x.dtype.name}, shape {x.shape}, dst={dst})"
+    label = Label(f"send to {dst}", x.nbytes, what)
+    finish = _finish(group, label, async_op, None)
     if group.lane is not None:
-        handle: Requests = _between(group, what, None, (x, dst, not async_op))
+        handle: Requests = _between(group, what, finish, None, (x, dst, not async_op))
     else:
         requests = _post_send(group, x, dst, synchronous=not async_op)
-        handle = Requests(requests, group.flight, lambda: None, what)
+        handle = Requests(requests, group.flight, finish, what)
     group.flight.note(Record(0, what, handle, sends_to=-1 if async_op else dst))
-    return _result(group, handle, async_op)
+    return _result(group, handle, label, async_op)
 
 
 def recv(
@@ -44,8 +49,7 @@ def recv(
     result = _empty(shape, dtype)
     if group.lane is not None:
         result = module("cuda").empty(result.shape, result.dtype)
-    handle = _receiving(group, None, result, src)
-    return _result(group, handle, async_op)
+    return _receiving(group, None, result, src, async_op)
 
 
 def sendrecv(
@@ -63,8 +67,7 @@ def sendrecv(
     result = _empty(x.shape if shape is None else shape, x.dtype if dtype is None else dtype)
     if is_device(x):
         result = module("cuda").empty(result.shape, result.dtype)
-    handle = _receiving(group, (x, dst, False), result, src)
-    return _result(group, handle, async_op)
+    return _receiving(group, (x, dst, False), result, src, async_op)
 
 
 def _empty(shape: Any, dtype: Any) -> np.ndarray:
@@ -85,32 +88,39 @@ def _post_send(
 
 
 def _receiving(
-    group: ProcessGroup, sending: tuple[Array, int, bool] | None, result: Array, src: int
-) -> Requests:
+    group: ProcessGroup,
+    sending: tuple[Array, int, bool] | None,
+    result: Array,
+    src: int,
+    async_op: bool,
+) -> Any:
     what = f"recv({result.dtype.name}, shape {result.shape}, src={src})"
+    label = Label(f"receive from {src}", result.nbytes, what)
+    finish = _finish(group, label, async_op, result)
     if group.lane is not None:
-        handle: Requests = _between(group, what, (result, src), sending)
+        handle: Requests = _between(group, what, finish, (result, src), sending)
         group.flight.note(Record(0, what, handle))
-        return handle
+        return _result(group, handle, label, async_op)
     sends = [] if sending is None else _post_send(group, *sending)
     data = result.reshape(-1).view(np.uint8)
     triples = list(buffers.pieces(data))
     receives = [group.raw.Irecv(triple, src, MESSAGE_TAG) for triple in triples]
     expected = [triple[1] for triple in triples]
-    handle = Requests(receives + sends, group.flight, lambda: result, what, expected)
+    handle = Requests(receives + sends, group.flight, finish, what, expected)
     group.flight.note(Record(0, what, handle))
-    return handle
+    return _result(group, handle, label, async_op)
 
 
 def _between(
     group: ProcessGroup,
     what: str,
+    finish: Callable[[], Any],
     receiving: tuple[Array, int] | None,
     sending: tuple[Array, int, bool] | None,
 ) -> DeviceRequests:
     """Queue messages in a group of GPUs behind its earlier ones; return the handle."""
     group.messages += 1
-    number, result = group.messages, None
+    number = group.messages
     if receiving is not None:
         result, src = receiving
         group.between.receive(result.reshape(-1).view(np.uint8), src, number)
@@ -118,11 +128,24 @@ def _between(
         x, dst, synchronous = sending
         post = group.raw.Issend if synchronous else group.raw.Isend
         group.between.send(buffers.flat(x).view(np.uint8), dst, number, post)
-    return DeviceRequests(group.between, number, group.flight, lambda: result, what)
+    return DeviceRequests(group.between, number, group.flight, finish, what)
 
 
-def _result(group: ProcessGroup, handle: Requests, async_op: bool) -> Any:
-    return Handle(handle, group) if async_op else handle.wait()
+def _finish(group: ProcessGroup, label: Label, async_op: bool, result: Any) -> Callable[[], Any]:
+    """Return what a handle does at its end: give the result, and tell a trace."""
+    finish = lambda: result  # noqa: E731
+    if async_op and trace.to is not None:
+        return trace.to.flying(group.flight, label, 0, finish)
+    return finish
+
+
+def _result(group: ProcessGroup, handle: Requests, label: Label, async_op: bool) -> Any:
+    if async_op:
+        return Handle(handle, group, label)
+    begun = clock.begin()
+    result = handle.wait()
+    group.spent(begun, label, 0)
+    return result
 
 
 def _peer(group: ProcessGroup, peer: int | None, step: int, parameter: str) -> int:

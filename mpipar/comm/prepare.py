@@ -14,6 +14,7 @@ from mpipar.comm.plan import Layout, Plan
 from mpipar.kernels.reduce import COMBINE, fold
 from mpipar.partition import offsets
 from mpipar.schedule import CommSchedule
+from mpipar.trace.record import Label
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class Prepared:
     """A compiled call, kept for the next one like it."""
 
     algorithm: str
-    what: str
+    label: Label
     signature: int
     plan: Plan | None = None
     persistent: Persistent | None = None

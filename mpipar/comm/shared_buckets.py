@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from mpipar.arrays import compute_dtype
 from mpipar.comm import clock, waiting
-from mpipar.comm.calls import Call, describe
+from mpipar.comm.calls import Call, label_of
 from mpipar.comm.flags import Flags
 from mpipar.comm.flight import TAG, Record
 from mpipar.comm.shared_memory import TAGS, lack
@@ -45,6 +45,7 @@ from mpipar.comm.window_memory import (
 from mpipar.comm.window_plan import compile_window
 from mpipar.comm.window_reduction import Reduction, Work
 from mpipar.errors import ConfigError, explain
+from mpipar.trace.record import Label
 
 if TYPE_CHECKING:
     from mpipar.comm.group import ProcessGroup
@@ -99,16 +100,17 @@ class SharedBuckets:
         call = Call("all_reduce", "window", "sum", dtype, (n,))
         tag = self._memory.tag + self._number % TAGS
         work = replace(place.work, divisor=divisor, tag=tag)
-        flags, before = self._memory.flags, self._last
-        made = Reduction(group, flags, call, self._number, work, before, lambda: place.result)
-        group.flight.note(Record(group.sequence, describe(call, "window"), made))
+        label, flags, before = label_of(call, "window"), self._memory.flags, self._last
+        finish = lambda: place.result  # noqa: E731
+        made = Reduction(group, flags, call, label, self._number, work, before, finish)
+        group.flight.note(Record(group.sequence, label.details, made))
         self._last = made
         self._unpublished.append(made)
         made.begin()
         waiting.leave(self.test)
         if not self.test():
             waiting.enter(self.test)
-        return Pending(self, made)
+        return Pending(self, made, label)
 
     def test(self) -> bool:
         """Advance all that is under way, without waiting; say whether it is done."""
@@ -147,10 +149,11 @@ class SharedBuckets:
 class Pending:
     """A bucket that is being added up."""
 
-    __slots__ = ("_of", "_reduction")
+    __slots__ = ("_label", "_of", "_reduction", "_sequence")
 
-    def __init__(self, of: SharedBuckets, reduction: Reduction) -> None:
+    def __init__(self, of: SharedBuckets, reduction: Reduction, label: Label) -> None:
         self._of, self._reduction = of, reduction
+        self._label, self._sequence = label, of.group.sequence
 
     def test(self) -> bool:
         """Advance without waiting; say whether the sum is there."""
@@ -161,7 +164,7 @@ class Pending:
         if not self.test():
             begun = clock.begin()
             waiting.wait(self.test, self._of.group.flight)
-            self._of.group.seconds += clock.end(begun)
+            self._of.group.spent(begun, self._label, self._sequence)
 
 
 def reserve(group: "ProcessGroup", nbytes: int, wanted: bool | None) -> SharedBuckets | None:

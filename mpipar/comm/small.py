@@ -13,6 +13,7 @@ import numpy as np
 from mpipar.comm import clock
 from mpipar.comm.flight import Record
 from mpipar.comm.persistent import Persistent
+from mpipar.trace import record as trace
 
 if TYPE_CHECKING:
     from mpipar.comm.group import ProcessGroup
@@ -24,10 +25,10 @@ Key = tuple[Any, str | None, np.dtype, int]
 class SmallReduce:
     """One prepared all_reduce of a process group."""
 
-    __slots__ = ("_group", "_input", "_last", "_output", "_run", "_what")
+    __slots__ = ("_group", "_input", "_label", "_last", "_output", "_run", "_what")
 
     def __init__(self, group: "ProcessGroup", prepared: "Prepared", run: Persistent) -> None:
-        self._group, self._what = group, prepared.what
+        self._group, self._label, self._what = group, prepared.label, prepared.label.details
         self._input, self._output = run.input, run.output
         self._last = run.last  # writes the result straight to where the caller wants it
         self._run = run.run if run.last is None else run.run_to_last
@@ -40,9 +41,9 @@ class SmallReduce:
         """Reduce a contiguous x; `out`, if given, has its shape and dtype and is contiguous."""
         begun = clock.begin()
         group = self._group
-        group.sequence += 1
+        group.sequence = number = group.sequence + 1
         group.calls["all_reduce"] += 1
-        group.flight.records.append(Record(group.sequence, self._what))
+        group.flight.records.append(Record(number, self._what))
         self._input[:] = x if x.ndim == 1 else x.reshape(-1)
         try:
             self._run()
@@ -61,7 +62,10 @@ class SmallReduce:
                 flat[:] = self._output
             else:
                 last(out=flat)
-        group.seconds += clock.end(begun)
+        seconds = clock.end(begun)
+        group.seconds += seconds
+        if trace.to is not None:
+            trace.to.call(group.flight, self._label, number, begun[0], seconds)
         return result
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from mpipar.comm import clock
+from mpipar.trace import record as trace
 
 SPINS = 2000  # polls before the first pause; about half a millisecond
 OVERSUBSCRIBED_SPINS = 50
@@ -21,8 +22,8 @@ PATIENCE = 1.0  # for ranks that may never come
 STUCK_SECONDS = 1.0  # then the watchdog looks for the cause, this often
 
 
-class Watchdog(Protocol):
-    """What a wait asks when it takes long."""
+class Watchdog(trace.Channel, Protocol):
+    """What a wait asks when it takes long; a trace is told of it too."""
 
     running: Any  # the call on prepared requests that waits, or waited last
 
@@ -89,7 +90,9 @@ def wait(test: Callable[[], object], watchdog: Watchdog) -> None:
     """Return when `test()` is true."""
     begun = clock.begin()
     _wait(test, watchdog)
-    clock.end(begun)
+    seconds = clock.end(begun)
+    if trace.to is not None:
+        trace.to.wait(watchdog, begun[0], seconds)
 
 
 def wait_briefly(test: Callable[[], bool]) -> bool:

@@ -37,6 +37,8 @@ from mpipar.comm.plan import Plan
 from mpipar.comm.prepare import fold_of
 from mpipar.comm.run import Execution
 from mpipar.kernels.reduce import COMBINE, fold
+from mpipar.trace import record as trace
+from mpipar.trace.record import Label
 
 if TYPE_CHECKING:
     from mpipar.comm.group import ProcessGroup
@@ -71,6 +73,7 @@ class Reduction:
         group: "ProcessGroup",
         flags: Flags,
         call: Call,
+        label: Label,
         number: int,
         work: Work,
         previous: "Reduction | None",
@@ -78,6 +81,7 @@ class Reduction:
     ) -> None:
         """Prepare reduction `number`; `finish` returns its result, once that is there.
 
+        `label` is what a trace calls it, as the group's latest collective.
         `previous` is the reduction before, if it may still be in flight.
         """
         self._group, self._flags, self._call, self._work = group, flags, call, work
@@ -87,6 +91,11 @@ class Reduction:
         self._total = work.result
         self._execution: Execution | None = None
         self.done = self.published = False
+        self._label, self._sequence = label, group.sequence
+        self._ended: Callable[[], None] | None = None
+        if trace.to is not None:
+            ended = trace.to.flying(group.flight, label, self._sequence, lambda: None)
+            self._ended = ended
 
     def begin(self, released: int = 0) -> None:
         """Let the others read this rank's buffer; give up results up to number `released`."""
@@ -116,7 +125,7 @@ class Reduction:
         begun = clock.begin()
         if not self.test():
             waiting.wait(self.test, self._group.flight)
-        self._group.seconds += clock.end(begun)
+        self._group.spent(begun, self._label, self._sequence)
         return self._finish()
 
     def abandon(self) -> None:
@@ -199,4 +208,6 @@ class Reduction:
             self._at("done")
             self.done = True
             waiting.leave(self.test)
+            if self._ended is not None:
+                self._ended()
         return False

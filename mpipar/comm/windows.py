@@ -25,7 +25,7 @@ import numpy as np
 
 from mpipar.arrays import compute_dtype
 from mpipar.comm import collectives, waiting
-from mpipar.comm.calls import Call, check_op, describe
+from mpipar.comm.calls import Call, check_op, label_of
 from mpipar.comm.check import checking
 from mpipar.comm.flags import RELEASED
 from mpipar.comm.flight import Record, describe_groups
@@ -134,9 +134,11 @@ class Window:
         group.calls["all_reduce"] += 1
         assert not isinstance(before, _ByMessages)
         work = self._work(self._memory, number, group.size if op == "mean" else 1)
-        handle = Reduction(group, self._memory.flags, call, number, work, before, lambda: result)
+        label = label_of(call, "window")
+        finish, flags = lambda: result, self._memory.flags
+        handle = Reduction(group, flags, call, label, number, work, before, finish)
         self._handles[slot] = handle
-        group.flight.note(Record(group.sequence, describe(call, "window"), handle))
+        group.flight.note(Record(group.sequence, label.details, handle))
         handle.begin(released=number - self.slots)
         if not handle.test():
             waiting.enter(handle.test)

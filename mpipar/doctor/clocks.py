@@ -1,59 +1,24 @@
-r"""Do the nodes' clocks agree?  Rank 0 asks the first rank of each other node for the time.
+"""Do the nodes' clocks agree?
 
-    rank 0    t0 ------\            /-----> t1        offset = t - (t0 + t1) / 2,
-                        \          /                  wrong by half the time of the round trip
-    leader               -> tells t                   at most: the quickest of some counts
-
-Traces of several nodes are put on one clock by this, and a shared file system with skewed clocks
-shows files from the future.
+A shared file system whose clocks differ shows files from the future, and logs of several nodes
+cannot be put side by side.  (Traces measure it for themselves.)
 """
 
 import time
 from collections.abc import Sequence
 
-import numpy as np
-from mpi4py import MPI
-
+from mpipar.comm.clocks import offsets
 from mpipar.doctor.finding import Check, Facts, Finding, Job
 from mpipar.doctor.machine import Machine
 
-TAG, TIMES = 8, 10
 NOTED, WRONG = 0.05, 1.0  # seconds
 
 
 def probe(machine: Machine) -> Facts:
     """Exchange times; rank 0 returns the offset of each node and how far it may be wrong."""
-    offsets: list[tuple[float, float]] = [(0.0, 0.0)]
-    for leader in machine.job.leaders[1:]:
-        if machine.world.rank == 0:
-            offsets.append(ask(machine.world, leader))
-        elif machine.world.rank == leader:
-            answer(machine.world)
+    found = offsets(machine.world, machine.job.leaders, time.time)
     machine.meet()
-    return {"offsets": offsets}
-
-
-def ask(comm: MPI.Comm, peer: int) -> tuple[float, float]:
-    """Return how much the clock of `peer`, which calls `answer`, is ahead, and the uncertainty."""
-    best = (0.0, float("inf"))
-    there = np.empty(1)
-    for _ in range(TIMES):
-        before = time.time()
-        comm.Send([there, 0, MPI.DOUBLE], peer, TAG)
-        comm.Recv([there, 1, MPI.DOUBLE], peer, TAG)
-        after = time.time()
-        if (after - before) / 2 < best[1]:
-            best = (float(there[0]) - (before + after) / 2, (after - before) / 2)
-    return best
-
-
-def answer(comm: MPI.Comm) -> None:
-    """Tell rank 0 the time as often as it asks."""
-    data = np.empty(1)
-    for _ in range(TIMES):
-        comm.Recv([data, 0, MPI.DOUBLE], 0, TAG)
-        data[0] = time.time()
-        comm.Send([data, 1, MPI.DOUBLE], 0, TAG)
+    return {"offsets": found}
 
 
 def judge(told: Sequence[Facts], job: Job) -> Finding:

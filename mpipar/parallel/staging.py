@@ -5,7 +5,7 @@ from typing import Any
 from mpipar.arrays import is_device
 from mpipar.autograd import Tensor
 from mpipar.comm.buffers import to_device, to_host
-from mpipar.comm.group import Handle
+from mpipar.comm.handle import Handle
 from mpipar.errors import ConfigError, explain
 
 
