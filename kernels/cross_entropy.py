@@ -122,6 +122,15 @@ def forward_native(
     return losses, d
 
 
+def check(t: np.ndarray, v: int, ignore: int) -> None:
+    """Raise ConfigError naming the first target (N,) outside 0..v-1 that is not `ignore`."""
+    bad = (t != ignore) & ((t < 0) | (t >= v))
+    if bad.any():
+        first = int(bad.argmax())
+        rule = f"a target is between 0 and {v - 1}, or ignore_index={ignore}"
+        raise ConfigError(explain(f"targets[{first}]", int(t[first]), rule, "Check the vocabulary"))
+
+
 def forward(
     x: np.ndarray,
     t: np.ndarray,
@@ -132,17 +141,13 @@ def forward(
     """Return the loss of each row (N,), float32 or wider, and d (N, V) if asked.
 
     x: logits (N, V).  t: integer targets (N,).
-    Raises ConfigError naming the first target outside 0..V-1 that is not `ignore`.
+    Raises ConfigError as `check` does; on a GPU the caller has checked them, best where they come
+    from: a look at the device's would wait for it.
     """
-    if not is_device(x):
-        host("cross_entropy", t)
-    bad = (t != ignore) & ((t < 0) | (t >= x.shape[1]))
-    if bad.any():
-        first = int(bad.argmax())
-        rule = f"a target is between 0 and {x.shape[1] - 1}, or ignore_index={ignore}"
-        raise ConfigError(explain(f"targets[{first}]", int(t[first]), rule, "Check the vocabulary"))
     if is_device(x):
         return forward_cuda(x, t, smoothing, ignore, slope)
+    host("cross_entropy", t)
+    check(t, x.shape[1], ignore)
     if slope and usable(x):
         return forward_native(x, t, smoothing, ignore)
     return forward_cpu(matrix(x), t, smoothing, ignore, slope)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpipar.arrays import Array, module
-from mpipar.kernels.device import FOUR, THREADS, blocks, cuda, kernel, simulated
+from mpipar.kernels.device import FOUR, THREADS, blocks, cuda, kernel
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1, MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -26,7 +26,7 @@ def keep(kept, index, has_index, key, limit, n):  # type: ignore[no-untyped-def]
 
 def keep_cuda(shape: tuple[int, ...], p: float, key: int, index: Array | None) -> Array:
     """Return booleans: which elements are kept; index: on the device or the host."""
-    xp = np if simulated() else module("cuda")
+    xp = module("cuda")
     kept, limit = xp.empty(shape, np.bool_), min(int(p * 2.0**64), 2**64 - 1)
     some = xp.empty(0, np.uint64)
     if index is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, beside, compute_dtype
+from mpipar.arrays import Array, beside, compute_dtype, is_device
 from mpipar.autograd.record import array, record, record_pair, wanted
 from mpipar.autograd.tensor import Tensor, check_float, check_real
 from mpipar.errors import BufferMismatchError, ConfigError, explain
@@ -31,7 +31,10 @@ def cross_entropy(
     """
     x, t = array(logits), array(targets)
     _check(x, t, reduction, label_smoothing)
-    flat = beside(t.reshape(-1), x)
+    flat = t.reshape(-1)
+    if is_device(x):
+        kernel.check(flat, x.shape[-1], ignore_index)
+    flat = beside(flat, x)
     losses, slope = kernel.forward(
         x.reshape(-1, x.shape[-1]), flat, label_smoothing, ignore_index, wanted(logits)
     )

@@ -7,6 +7,8 @@ The floor of a kernel is the largest of three times:
 The rates are measured in the same run, on one thread: a copy of an array of the size of the
 kernels' own, a product of float32 matrices, and NumPy's exp on numbers in the cache.  ratio: the
 median time over the floor.  A floor is no promise: nothing overlaps perfectly.
+
+On a GPU: kernels_device.py.
 """
 
 import statistics
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.bench.kernel_cases import TOKENS, WIDTH, Case, cases
+from mpipar.bench.kernel_cases import DEVICE, HOST, Case, cases
 from mpipar.bench.train_settings import operations
 from mpipar.kernels.native import compile_cpu
 from mpipar.train import heap
@@ -50,11 +52,15 @@ class Row:
     ns_per_element: float
     gflops: float | None
     bound: str  # what the floor is of: "bytes", "operations" or "exponentials"
+    bytes_floor_s: float
+    operations_floor_s: float
+    plain_s: float | None = None  # the array module's own way
+    of_plain: float | None = None  # its time over ours: 1 is as fast
 
 
-def names() -> list[str]:
-    """Return the kernels that can be timed."""
-    return [case.kernel for case in cases()]
+def names(device: str = "cpu") -> list[str]:
+    """Return the kernels that can be timed there."""
+    return [case.kernel for case in cases(HOST if device == "cpu" else DEVICE)]
 
 
 def measure(
@@ -72,16 +78,20 @@ def measure(
     for case in cases():
         if not only or case.kernel in only:
             inputs = case.arrays()
-            row = row_of(case, "cpu", "float32", median(lambda: case.call(*inputs), seconds), rates)  # noqa: B023 (called at once)
+            taken = median(lambda: case.call(*inputs), seconds)  # noqa: B023 (called at once)
+            row = row_of(case, "cpu", np.dtype(np.float32), taken, rates)
             say(row)
             rows.append(row)
     return rates, rows
 
 
-def row_of(case: Case, device: str, dtype: str, median_s: float, rates: Rates) -> Row:
+def row_of(
+    case: Case, device: str, dtype: np.dtype, median_s: float, rates: Rates,
+    plain_s: float | None = None,
+) -> Row:  # fmt: skip
     """Return the row of a case that took `median_s` on a device with these rates."""
     floors = {
-        "bytes": case.bytes / rates.copy,
+        "bytes": case.bytes(dtype) / rates.copy,
         "operations": case.operations / rates.product,
         "exponentials": case.exponentials / rates.exponential,
     }
@@ -89,7 +99,7 @@ def row_of(case: Case, device: str, dtype: str, median_s: float, rates: Rates) -
     return Row(
         kernel=case.kernel,
         device=device,
-        dtype=dtype,
+        dtype=dtype.name,
         shape=list(case.shape),
         median_s=median_s,
         floor_s=floors[bound],
@@ -97,12 +107,16 @@ def row_of(case: Case, device: str, dtype: str, median_s: float, rates: Rates) -
         ns_per_element=median_s / case.elements * 1e9,
         gflops=case.operations / median_s / 1e9 if case.operations else None,
         bound=bound,
+        bytes_floor_s=floors["bytes"],
+        operations_floor_s=floors["operations"],
+        plain_s=plain_s,
+        of_plain=None if plain_s is None else plain_s / median_s,
     )
 
 
 def rates_of_host(seconds: float = SECONDS) -> Rates:
     """Measure one thread of this machine; of the best of each, as a floor is the least time."""
-    x = np.ones((TOKENS, WIDTH), np.float32)
+    x = np.ones((HOST.tokens, HOST.width), np.float32)
     y = x.copy()
     a, b = (np.ones(shape, np.float32) for shape in (SQUARE[:2], SQUARE[1:]))
     c = a @ b

@@ -78,14 +78,16 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Time the kernels, one thread, beside the least time that this machine could take.
+    """Time the kernels, one thread or a GPU, beside the least time that this machine could take.
 
     floor: the largest of bytes over the rate of a copy, operations over the best rate of a product,
-    and exponentials over the rate of exp. ratio: time over floor.
+    and, on the CPU, exponentials over the rate of exp. ratio: time over floor.
     """
 
     names: tuple[str, ...] = ()
     """Kernels to time; all if none is named."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: the CUDA kernels, beside CuPy's own ways (of products: cuBLAS)."""
     seconds: float = 0.3
     """For each kernel."""
     compile_only: bool = False
@@ -109,7 +111,7 @@ def run(config: Config) -> int:
 
         if config.compile_only:
             return kernels.compile_only(config.names, config.json)
-        return kernels.run(config.names, config.seconds, config.json)
+        return kernels.run(config.names, config.seconds, config.json, config.device)
     if isinstance(config, Pipeline):
         return _on_all_ranks(config, lambda world: _pipeline(config, world))
     if isinstance(config, Train):

@@ -1,9 +1,16 @@
-"""Run the cases of some operations: `python -m tests.cuda MODULE numpy|cupy tiny|large`."""
+"""Run the cases of an operation in the simulator: `python -m tests.cuda MODULE`.
+
+They get the stand-in for CuPy, not NumPy: what comes before and after a kernel must be what CuPy
+can do, so that a GPU meets nothing here that has not run.
+"""
 
 import importlib
 import sys
 import threading
 from typing import Any
+
+from mpipar.kernels import device
+from tests import fake_cupy
 
 
 class Once(dict[Any, Any]):
@@ -41,8 +48,21 @@ def make_shared_arrays_once() -> None:
     kernelapi.FakeCUDAShared.__init__ = init
 
 
+def open_arrays_of_kernels() -> None:
+    """Give the simulator the memory of the stand-in's arrays, and no others."""
+    plain = device._bits
+
+    def memory(argument: Any, kind: str) -> Any:
+        if kind.endswith("[]") and not isinstance(argument, fake_cupy.ndarray):
+            raise TypeError(f"a kernel gets {type(argument)} instead of a device array")
+        flat = plain(argument, kind)
+        return flat._host if kind.endswith("[]") else flat
+
+    device._bits = memory
+
+
 if __name__ == "__main__":
-    module, xp, sizes = sys.argv[1:]
-    if xp == "numpy":
-        make_shared_arrays_once()
-    importlib.import_module(f"tests.cuda.{module}").run(importlib.import_module(xp), sizes)
+    sys.modules["cupy"] = cupy = fake_cupy.make()
+    make_shared_arrays_once()
+    open_arrays_of_kernels()
+    importlib.import_module(f"tests.cuda.{sys.argv[1]}").run(cupy, "tiny")

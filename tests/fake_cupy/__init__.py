@@ -19,13 +19,22 @@ import numpy as np
 
 from tests.fake_cupy import twins
 from tests.fake_cupy.arrays import array_module, asnumpy, mpi, ndarray
-from tests.fake_cupy.streams import Event, RaceError, Runtime, Stream, get_current_stream
+from tests.fake_cupy.streams import (
+    Event,
+    RaceError,
+    Runtime,
+    Stream,
+    get_current_stream,
+    get_elapsed_time,
+)
 
 __all__ = ["RaceError", "asnumpy", "install", "make", "mpi", "ndarray"]
 
 
 class Device:
     """The one GPU there is."""
+
+    compute_capability = "90"
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
@@ -43,6 +52,7 @@ def make() -> ModuleType:
         Event=Event,
         Device=Device,
         get_current_stream=get_current_stream,
+        get_elapsed_time=get_elapsed_time,
         alloc_pinned_memory=lambda n: np.full(n, 0xEE, np.uint8),
         runtime=Runtime(),
     )

@@ -266,12 +266,13 @@ _SAME = [
 def array_module() -> dict[str, Any]:
     """Return the functions of the module."""
 
-    def lift(name: str) -> Any:
-        function = getattr(np, name)
+    def lift_of(function: Any) -> Any:
         return lambda *inputs, **how: _lifted(compute(function, inputs, how))
 
-    made: dict[str, Any] = {name: lift(name) for name in (*_MADE, *_SAME)}
+    made: dict[str, Any] = {name: lift_of(getattr(np, name)) for name in (*_MADE, *_SAME)}
     made["may_share_memory"] = lambda a, b: np.may_share_memory(_plain(a), _plain(b))
     names = "float64 float32 float16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool_ dtype"
     made |= {name: getattr(np, name) for name in names.split()}
+    tricks = SimpleNamespace(as_strided=lift_of(np.lib.stride_tricks.as_strided))
+    made["lib"] = SimpleNamespace(stride_tricks=tricks)
     return made | {"ndarray": ndarray, "asnumpy": asnumpy, "asarray": asarray, "array": array}

@@ -7,6 +7,7 @@ takes that over.  A use of memory by (stream s, number n) precedes work on t if 
 
 import ctypes
 import functools
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -107,6 +108,7 @@ class Event:
     """A place in a stream."""
 
     def __init__(self, disable_timing: bool = False) -> None:
+        self.timed, self.moment = not disable_timing, 0.0
         self.clock: Clock = {}
         self._stream: Stream | None = None
         self._asked = 0
@@ -116,6 +118,7 @@ class Event:
         self._stream = stream or get_current_stream()
         merge(self._stream.clock, host)
         self.clock, self._asked = dict(self._stream.clock), 0
+        self.moment = time.perf_counter()
 
     def run(self) -> None:
         """Bring the stream here."""
@@ -134,6 +137,16 @@ class Event:
         """Let the host wait."""
         self.run()
         merge(host, self.clock)
+
+
+def get_elapsed_time(start: Event, end: Event) -> float:
+    """Return the milliseconds between two events that the host knows to be over."""
+    for event in (start, end):
+        if not event.timed:
+            raise RuntimeError("an event without timing is asked for it")
+        if any(host.get(stream, 0) < number for stream, number in event.clock.items()):
+            raise RuntimeError("an event is asked for its time before the host has waited for it")
+    return (end.moment - start.moment) * 1e3
 
 
 class Runtime:

@@ -102,5 +102,6 @@ def test_compiling_for_a_gpu_needs_its_compiler() -> None:
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.kernel)
 def test_what_a_kernel_is_timed_with(case: Case) -> None:
     inputs = case.arrays()
-    assert sum(x.nbytes for x in inputs) <= case.bytes or case.kernel.startswith("attention")
+    floats = sum(x.nbytes for x in inputs if x.dtype.kind == "f")
+    assert floats <= case.bytes() or case.kernel.startswith("attention")
     assert case.call(*inputs) is not False

@@ -14,6 +14,6 @@ CASES = sorted(file.stem for file in (ROOT / "tests/cuda").glob("cases_*.py"))
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", CASES)
 def test_kernels_equal_their_references(cases: str) -> None:
-    command = [sys.executable, "-m", "tests.cuda", cases, "numpy", "tiny"]
+    command = [sys.executable, "-m", "tests.cuda", cases]
     done = run(command, timeout=110, env={"NUMBA_ENABLE_CUDASIM": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
