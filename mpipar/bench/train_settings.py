@@ -41,9 +41,9 @@ class Train:
     """Sequences of a step on each rank."""
     vocab: int = 256
     """Different tokens."""
-    steps: int = 3
+    steps: int = 1
     """Steps of a turn; two before the first are not timed."""
-    repeats: int = 9
+    repeats: int = 21
     """Turns that each side gets; medians count, of ratio and overhead those of the turns' own."""
     threads: int = 1
     """Threads of each rank."""
