@@ -62,15 +62,18 @@ cuda: Any = _Cuda()
 
 
 def resolved(python: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function with all that is Deferred among its globals resolved."""
+    """Return the same function with all that is Deferred in what it names resolved."""
     names = {
         name: value.resolve() if isinstance(value, Deferred) else value
         for name, value in python.__globals__.items()
         if name in python.__code__.co_names or name.startswith("__")
     }
+    cells = (cell.cell_contents for cell in python.__closure__ or ())
+    closure = (x.resolve() if isinstance(x, Deferred) else x for x in cells)
     function = types.FunctionType(
-        python.__code__, names, python.__name__, python.__defaults__, python.__closure__
-    )
+        python.__code__, names, python.__name__, python.__defaults__,
+        tuple(map(types.CellType, closure)),
+    )  # fmt: skip
     function.__module__ = python.__module__
     return function
 
@@ -124,8 +127,10 @@ class Kernel:
         threads: int | None,
         fast: bool,
         target: str,
+        shared: int,
     ) -> None:
         self.python, self.dtypes, self.fast, self.threads = python, dtypes, fast, threads
+        self.shared = shared
         self.module, self.name = python.__module__.removeprefix("mpipar.kernels."), python.__name__
         self.takes, self.target = [kind.strip() for kind in takes.split(",")], target
         self._key = next((n for n, kind in enumerate(self.takes) if kind == "T[]"), None)
@@ -144,18 +149,19 @@ class Kernel:
 
     def __call__(
         self, blocks: int | tuple[int, ...], threads: int | tuple[int, ...], *arguments: Any,
-        shared: int = 0, dtype: str | None = None,
+        shared: int | None = None, dtype: str | None = None,
     ) -> None:  # fmt: skip
         """Start it on CuPy's current stream, and return at once.
 
-        `shared` is the dynamic shared memory of a block, in bytes; `dtype` the version, if no
-        argument says it.  A grid without blocks does nothing.
+        `shared` is the dynamic shared memory of a block, in bytes, if not the kernel's own; `dtype`
+        the version, if no argument says it.  A grid without blocks does nothing.
         Raises BufferMismatchError for an array that is not contiguous, ConfigError for a number
         type that there is no version of.
         """
         grid, block = _three(blocks), _three(threads)
         if 0 in grid:
             return
+        shared = self.shared if shared is None else shared
         if dtype is None:
             dtype = self.dtypes[0] if self._key is None else arguments[self._key].dtype.name
         if dtype not in self.dtypes:
@@ -197,14 +203,15 @@ def kernel(
     threads: int | None = None,
     fast: bool = True,
     target: str = "",
+    shared: int = 0,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Make a function a Kernel (a decorator).
 
     `threads` bounds those of a block, so that the compiler knows how many registers there are;
     `fast` lets it fuse, reorder and approximate; `target` is the only architecture it is for,
-    such as "90a".
+    such as "90a"; `shared` the dynamic shared memory of a block, in bytes.
     """
-    return lambda python: Kernel(python, takes, dtypes, threads, fast, target)
+    return lambda python: Kernel(python, takes, dtypes, threads, fast, target, shared)
 
 
 def pack(argument: Any, kind: str) -> list[Any]:

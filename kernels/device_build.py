@@ -34,9 +34,10 @@ class Version:
     ptx: str
     cubin: bytes  # empty where there is no ptxas
     registers: int
-    shared: int  # static, a block
+    shared: int  # a block, with what a kernel always takes of dynamic memory
     stack: int  # a thread
     spills: int  # loads and stores of registers that did not fit
+    remarks: int  # of ptxas, such as that it must wait for tensor cores where the kernel does not
 
 
 def kernels(module: str) -> list[Kernel]:
@@ -69,15 +70,16 @@ def compile_version(kernel: Kernel, dtype: str, target: str) -> Version:
     )  # fmt: skip
     (entry,) = re.findall(r"\.visible \.entry (\w+)\(", ptx)
     ptx = ptx.replace(entry, kernel.label(dtype))
-    ptx = re.sub(r"(\.shared \.align) [248]\b", r"\1 16", ptx)  # for reads of 16 bytes
-    return _assemble(kernel.label(dtype), target, ptx)
+    align = 1024 if letter else 16  # for tensor cores' descriptors, for reads of 16 bytes
+    ptx = re.sub(r"(\.shared \.align) [248]\b", rf"\1 {align}", ptx)
+    return _assemble(kernel.label(dtype), target, ptx, kernel.shared)
 
 
-def _assemble(label: str, target: str, ptx: str) -> Version:
-    """Make machine code of PTX."""
+def _assemble(label: str, target: str, ptx: str, dynamic: int) -> Version:
+    """Make machine code of PTX; `dynamic`: bytes of shared memory that PTX does not say."""
     tool = assembler()
     if tool is None:
-        return Version(label, target, ptx, b"", 0, 0, 0, 0)
+        return Version(label, target, ptx, b"", 0, dynamic, 0, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "in.ptx"), Path(folder, "out.cubin")
         source.write_text(ptx)
@@ -94,8 +96,10 @@ def _assemble(label: str, target: str, ptx: str) -> Version:
 
     return Version(
         label, target, ptx, cubin,
-        told(r"Used (\d+) registers"), told(r"(\d+) bytes smem"), told(r"(\d+) bytes stack frame"),
+        told(r"Used (\d+) registers"), told(r"(\d+) bytes smem") + dynamic,
+        told(r"(\d+) bytes stack frame"),
         told(r"(\d+) bytes spill stores") + told(r"(\d+) bytes spill loads"),
+        len(re.findall(r"\(C\d+\)", done.stderr)),
     )  # fmt: skip
 
 

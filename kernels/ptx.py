@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.arrays import dtype
 from mpipar.kernels.device import Deferred, simulated
 
 
 class Instruction(Deferred):
     """An instruction: its PTX, LLVM's constraints, the types of its results and arguments.
 
-    `gives` and `takes` list NumPy's names of types; several results come as a tuple.  `memory` says
-    that it reads or writes memory, so that the compiler keeps its place among others that do, and
+    `gives` and `takes` list NumPy's names of types, "float32*64" for a tuple of 64; several results
+    come as a tuple.  `memory` says that it reads or writes memory, so that the compiler keeps its place among others that do, and
     `warp` that all threads of a warp run it together.
     """
 
@@ -125,3 +126,43 @@ class Quad(Deferred):
 
 
 quad: Any = Quad()
+
+
+def _halves(word: Any, kind: str) -> tuple[Any, ...]:
+    return tuple(np.array([word], np.uint32).view(dtype(kind)).astype(np.float32))
+
+
+def _word(low: Any, high: Any, kind: str) -> Any:
+    return np.array([low, high], np.float32).astype(dtype(kind)).view(np.uint32)[0]
+
+
+@instruction(
+    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r",
+    gives="float32 float32", takes="uint32",
+)  # fmt: skip
+def split_bf16(word: Any) -> tuple[Any, ...]:
+    """Return two bfloat16 in float32, that of the low half first."""
+    return _halves(word, "bfloat16")
+
+
+@instruction(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }", "=f,=f,r",
+    gives="float32 float32", takes="uint32",
+)  # fmt: skip
+def split_f16(word: Any) -> tuple[Any, ...]:
+    """Return two float16 in float32, that of the low half first."""
+    return _halves(word, "float16")
+
+
+@instruction(
+    "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", gives="uint32", takes="float32 float32"
+)  # fmt: skip
+def join_bf16(low: Any, high: Any) -> Any:
+    """Return two numbers as bfloat16, rounded to nearest even."""
+    return _word(low, high, "bfloat16")
+
+
+@instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", gives="uint32", takes="float32 float32")
+def join_f16(low: Any, high: Any) -> Any:
+    """Return two numbers as float16, rounded to nearest even."""
+    return _word(low, high, "float16")

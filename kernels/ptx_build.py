@@ -15,11 +15,23 @@ LLVM = {
 }  # fmt: skip
 
 
+def _type(name: str) -> Any:
+    """Return Numba's type: "float32*64" is a tuple of 64."""
+    one, _, count = name.partition("*")
+    return types.UniTuple(getattr(types, one), int(count)) if count else getattr(types, one)
+
+
+def _operands(names: list[str]) -> list[Any]:
+    """Return LLVM's types, those in tuples one by one."""
+    pairs = (name.partition("*") for name in names)
+    return [LLVM[one] for one, _, count in pairs for _ in range(int(count or 1))]
+
+
 def intrinsic(one: Instruction) -> Any:
     """Return a function that kernels call, which emits one instruction."""
-    gives = [getattr(types, name) for name in one.gives]
-    takes = [getattr(types, name) for name in one.takes]
-    plain = [LLVM[name] for name in one.gives]
+    gives = [_type(name) for name in one.gives]
+    takes = [_type(name) for name in one.takes]
+    plain, given = _operands(one.gives), _operands(one.takes)
     many = types.BaseTuple.from_types(gives)
     result = types.void if not gives else gives[0] if len(gives) == 1 else many
     signature = result(*takes)
@@ -27,10 +39,14 @@ def intrinsic(one: Instruction) -> Any:
     def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         gets = ir.VoidType() if not plain else plain[0]
         gets = gets if len(plain) < 2 else ir.LiteralStructType(plain)
-        shape = ir.FunctionType(gets, [LLVM[name] for name in one.takes])
+        shape = ir.FunctionType(gets, given)
+        flat = []
+        for value, kind in zip(arguments, takes, strict=True):
+            parts = range(kind.count) if isinstance(kind, types.UniTuple) else ()
+            flat += [builder.extract_value(value, n) for n in parts] or [value]
         effect = one.memory or not plain
         code = ir.InlineAsm(shape, one.text, one.constraints, side_effect=effect)
-        value = builder.call(code, arguments, attrs=("convergent",) * one.warp)
+        value = builder.call(code, flat, attrs=("convergent",) * one.warp)
         if not plain:
             return context.get_dummy_value()
         if len(plain) == 1:

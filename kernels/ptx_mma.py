@@ -35,13 +35,13 @@ HOW: Any = {
 
 
 class Warp:
-    """32 threads of the simulator that compute something together."""
+    """Threads of the simulator that compute something together: 32, or 128 of a warpgroup."""
 
-    def __init__(self) -> None:
-        self.given: list[Any] = [None] * LANES
+    def __init__(self, lanes: int) -> None:
+        self.given: list[Any] = [None] * lanes
         self.found: Any = None
         self.compute: Callable[[list[Any]], Any] = list
-        self.barrier = threading.Barrier(LANES, self._meet, timeout=60)
+        self.barrier = threading.Barrier(lanes, self._meet, timeout=60)
 
     def _meet(self) -> None:
         self.found = self.compute(self.given)
@@ -53,14 +53,15 @@ class Warp:
         return self.found[lane]
 
 
-def together(given: Any, compute: Callable[[list[Any]], Any]) -> Any:
-    """Meet the other lanes of this thread's warp."""
+def together(given: Any, compute: Callable[[list[Any]], Any], lanes: int = LANES) -> Any:
+    """Meet the other lanes of this thread's warp, or of its warpgroup."""
     thread: Any = threading.current_thread()
     warps = thread._manager.__dict__.setdefault("warps", {})
-    warp = warps.get(thread.thread_id // LANES)
+    key = lanes, thread.thread_id // lanes
+    warp = warps.get(key)
     if warp is None:  # setdefault alone is atomic
-        warp = warps.setdefault(thread.thread_id // LANES, Warp())
-    return warp.together(thread.thread_id % LANES, given, compute)
+        warp = warps.setdefault(key, Warp(lanes))
+    return warp.together(thread.thread_id % lanes, given, compute)
 
 
 def product(given: list[Any], kind: str) -> list[tuple[Any, ...]]:
@@ -141,6 +142,7 @@ def commit_copies() -> None:
 def wait_copies() -> None:
     """Wait for this thread's copies, except those of the last group that has ended."""
     groups = _copies()
+    threading.current_thread().__dict__["fenced"] = False  # see ptx_wgmma.py
     while len(groups) > 2:
         for (to, at), (array, first), size in groups.pop(0):
             item = array.dtype.itemsize

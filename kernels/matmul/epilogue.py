@@ -39,6 +39,28 @@ def silu(v: Any, like: Any) -> Any:
 
 
 @device
+def after(v: Any, bias: Any, up: Any, residual: Any, old: Any, flags: Any, like: Any) -> Any:
+    """Return what becomes of a sum; zeros for what there is not, and `up` is then not used."""
+    v += bias
+    if flags & GELU:
+        v = gelu(v, like)
+    if flags & SILU:
+        v = silu(v, like)
+    if flags & UP:
+        v *= up
+    return v + residual + old
+
+
+@device
+def element(x: Any, place: Any, there: Any) -> Any:
+    """Return an element, or zero."""
+    value = constant(0, x)
+    if there:
+        value = widen(x[place])
+    return value
+
+
+@device
 def finish(
     v: Any, c: Any, bias: Any, up: Any, residual: Any, batch: Any, row: Any, column: Any,
     m: Any, n: Any, flags: Any,
@@ -46,16 +68,6 @@ def finish(
     """Write element (row, column) of a matrix of C, if it is inside."""
     if row < m and column < n:
         place = (batch * m + row) * n + column
-        if flags & BIAS:
-            v += widen(bias[column])
-        if flags & GELU:
-            v = gelu(v, c)
-        if flags & SILU:
-            v = silu(v, c)
-        if flags & UP:
-            v *= widen(up[place])
-        if flags & RESIDUAL:
-            v += widen(residual[place])
-        if flags & ACCUMULATE:
-            v += widen(c[place])
-        c[place] = narrow(v, c)
+        b, u = element(bias, column, flags & BIAS), element(up, place, flags & UP)
+        r, old = element(residual, place, flags & RESIDUAL), element(c, place, flags & ACCUMULATE)
+        c[place] = narrow(after(v, b, u, r, old, flags, c), c)

@@ -213,15 +213,15 @@ def product_mma(
     are those of epilogue.py.
     """
     a_across, b_across = bool(flags & TRANSPOSE_A), not flags & TRANSPOSE_B
-    if (m if a_across else k) % PIECE or a_step % PIECE or _pointer(a) % 16:
-        flags |= PLAIN_A
-    if (n if b_across else k) % PIECE or b_step % PIECE or _pointer(b) % 16:
-        flags |= PLAIN_B
+    flags |= 0 if begins_at_16(a, m if a_across else k, a_step) else PLAIN_A
+    flags |= 0 if begins_at_16(b, n if b_across else k, b_step) else PLAIN_B
     grid = batch * blocks(m, TILE) * blocks(n, TILE)
     rest = (a if one is None else one for one in (bias, up, residual))
     run = PRODUCTS[a_across, b_across, c.dtype.name]
     run(grid, THREADS, a, b, c, *rest, m, n, k, a_step, b_step, flags)
 
 
-def _pointer(a: Array) -> int:
-    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
+def begins_at_16(x: Array, row: int, step: int) -> bool:
+    """Say whether all rows of matrices begin at multiples of 16 bytes."""
+    pointer = int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
+    return not (row % PIECE or step % PIECE or pointer % 16)
