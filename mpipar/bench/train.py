@@ -38,7 +38,7 @@ from mpipar.parallel.fsdp import FSDP
 from mpipar.train import heap
 from mpipar.train.agree import together
 
-WARM = 2  # steps before the first turn of each side
+WARM = 10  # steps before the first turn of each side: PyTorch takes that long to its usual speed
 RATE_SECONDS = 0.02  # for a shape in a turn
 
 Step = Callable[[np.ndarray, np.ndarray], None]

@@ -42,7 +42,7 @@ class Train:
     vocab: int = 256
     """Different tokens."""
     steps: int = 1
-    """Steps of a turn; two before the first are not timed."""
+    """Steps of a turn; ten before the first are not timed."""
     repeats: int = 21
     """Turns that each side gets; medians count, of ratio and overhead those of the turns' own."""
     threads: int = 1
