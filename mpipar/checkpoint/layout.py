@@ -50,6 +50,23 @@ class Runs:
         length[0] -= skipped
         return Runs(local, where, length)
 
+    def between(self, low: int, high: int) -> tuple[int, int]:
+        """Return start and stop, as `part` takes them, of what lies in low..high of the file.
+
+        For runs in ascending order.
+        """
+        ends = self.where + self.length
+        first = int(np.searchsorted(ends, low, "right"))
+        last = int(np.searchsorted(self.where, high, "left"))
+        if first >= last:
+            return 0, 0
+        base = int(self.local[0])
+        start = int(self.local[first]) + max(0, low - int(self.where[first]))
+        stop = int(self.local[last - 1]) + min(
+            high - int(self.where[last - 1]), int(self.length[last - 1])
+        )
+        return start - base, stop - base
+
     def in_bytes(self, itemsize: int, start: int) -> "Runs":
         """Return the same in bytes, for an array that begins at byte `start` of a file."""
         return Runs(self.local * itemsize, self.where * itemsize + start, self.length * itemsize)

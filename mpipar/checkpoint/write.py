@@ -1,68 +1,30 @@
 """Writing a file: all ranks at once through MPI-IO, or each by itself from a thread.
 
-    round    1          2          3              of 4 MiB a rank
-    rank 0   t0 t1 t2   t3[0:4M]   t3[4M:5M]      t3: a tensor of which a rank writes more
-    rank 1   t0    t2   t3[..]     t3[..]
+    long runs, such as rows       each rank writes its own, without a word to the others
+    short runs on one node        put together in shared memory, written in long ranges (together)
+    short runs on several nodes   through views of the file, which MPI-IO joins (views)
 
-All ranks walk through the tensors in one order, so that what they write together lies together:
-rows of a matrix of which each has some columns make one solid range for MPI-IO.  A round's view of
-the file is the rank's runs in it; MPI-IO (ROMIO in MPICH, OMPIO in Open MPI) joins them.
-Memory: one round.
+The system is told to bring to the disk at once what is written, not when all is there: a sync in
+the end then finds little left to do.  Memory: a few MiB a rank, and 32 MiB a node for short runs.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 from mpi4py import MPI
 
+from mpipar.checkpoint import together, views
 from mpipar.checkpoint.checksum import Sums
-from mpipar.checkpoint.layout import Runs
 from mpipar.checkpoint.share import Share
 from mpipar.errors import CheckpointError
 from mpipar.parallel.communicator import Communicator
 
 ROUND = 1 << 22  # bytes that a rank writes at a time
-LONG = 1 << 12  # bytes of a run, from which on it is no use to join it with those of other ranks
-Part = tuple[np.ndarray, Runs]  # bytes, and where they go
-
-
-def rounds(share: Share) -> Iterator[Part]:
-    """Yield what this rank writes, round by round; the number of rounds is that of every rank."""
-    buffer = np.empty(ROUND, np.uint8)
-    group: list[int] = []
-    filled = 0
-    for number, most in enumerate(share.most):
-        if filled + most > ROUND and group:
-            yield _joined(share, group, 0, ROUND, buffer)
-            group, filled = [], 0
-        for low in range(0, most, ROUND) if most > ROUND else ():
-            yield _joined(share, [number], low, low + ROUND, buffer)
-        if most <= ROUND:
-            group.append(number)
-            filled += most
-    if group:
-        yield _joined(share, group, 0, ROUND, buffer)
-
-
-def _joined(share: Share, numbers: list[int], low: int, high: int, buffer: np.ndarray) -> Part:
-    """Return bytes low..high of this rank's pieces of some tensors, behind each other."""
-    found, at = [], 0
-    for number in numbers:
-        piece = share.pieces[number]
-        if piece is None or piece.nbytes <= low:
-            continue
-        stop = min(high, piece.nbytes)
-        buffer[at : at + stop - low] = piece.bytes(low, stop)
-        found.append(piece.runs.part(low, stop))
-        at += stop - low
-    if not found:
-        return buffer[:0], Runs(*(np.zeros(0, np.int64),) * 3)
-    where = np.concatenate([runs.where for runs in found])
-    length = np.concatenate([runs.length for runs in found])
-    return buffer[:at], Runs(np.cumsum(length) - length, where, length)
+LONG = 1 << 16  # bytes: runs of so many on average are long
 
 
 def create(path: Path, share: Share) -> None:
@@ -82,64 +44,69 @@ def head_sums(share: Share) -> Sums:
     return sums
 
 
-def _hints(comm: Communicator, share: Share) -> MPI.Info:
-    """Collective: let ROMIO write long runs as they are, not joined on one rank of each node.
-
-    Joined, 1 GiB of columns of 4 KiB costs twice the processor time.
-    """
-    own = [piece.runs for piece in share.pieces if piece is not None]
-    sums = np.array([sum(r.total for r in own), sum(len(r.where) for r in own)], np.int64)
-    nbytes, count = comm.all_reduce(sums) if comm.size > 1 else sums
-    info = MPI.Info.Create()
-    if nbytes >= LONG * count:
-        info.Set("romio_cb_write", "disable")
-        info.Set("romio_ds_write", "disable")
-    return info
-
-
 def write_together(comm: Communicator, path: Path, share: Share) -> tuple[Sums, str]:
     """Collective: write this rank's pieces into a file that is there, and sync it to disk.
 
-    Returns what they add to its checksums, and what went wrong, on this rank: "" if nothing did.
+    Returns what is to be added to its checksums, and what went wrong on this rank, or "".
     """
-    sums, fault = Sums(share.head.nbytes), ""
+    sums = Sums(share.head.nbytes)
     raw = cast(MPI.Intracomm, comm.process_group.raw)
-    hints = _hints(comm, share)
     try:
-        file = MPI.File.Open(raw, os.fspath(path), MPI.MODE_WRONLY, hints)
+        file = MPI.File.Open(raw, os.fspath(path), MPI.MODE_WRONLY)
     except MPI.Exception as error:  # on every rank
         return sums, f"{path} cannot be opened: {error.Get_error_string()}"
-    finally:
-        hints.Free()
-    for data, runs in rounds(share):
-        sums.add(data, runs.where, runs.length)
-        try:
-            _write_round(file, data, runs)
-        except MPI.Exception as error:  # go on with the others
-            fault = fault or f"{path} cannot be written: {error.Get_error_string()}"
+    with _early(path) as early:
+
+        def put(data: np.ndarray, where: int) -> None:
+            file.Write_at(where, [data, len(data), MPI.BYTE])
+            early(where, len(data))
+
+        fault = _write(comm, file, share, sums, put)
     try:
         file.Sync()
     except MPI.Exception as error:
-        fault = fault or f"{path} cannot be written: {error.Get_error_string()}"
+        fault = fault or error.Get_error_string()
     file.Close()
-    return sums, fault
+    return sums, f"{path} cannot be written: {fault}" if fault else ""
 
 
-def _write_round(file: MPI.File, data: np.ndarray, runs: Runs) -> None:
-    """Collective: write one round through a view of the file."""
-    if len(runs.where) <= 1:
-        start = int(runs.where[0]) if len(runs.where) else 0
-        file.Set_view(start, MPI.BYTE, MPI.BYTE)
-        file.Write_all([data, len(data), MPI.BYTE])
-        return
-    base = int(runs.where[0])
-    view = MPI.BYTE.Create_hindexed(runs.length.tolist(), (runs.where - base).tolist())
-    view.Commit()
-    try:
-        file.Set_view(base, MPI.BYTE, view)
-        file.Write_all([data, len(data), MPI.BYTE])
-    finally:
-        view.Free()
+def _write(comm: Communicator, file: MPI.File, share: Share, sums: Sums, put: together.Put) -> str:
+    """Collective: write this rank's pieces in the way that suits their runs; return the fault."""
+    if _are_long(comm, share):
+        try:
+            for data, where in _runs(share, sums):
+                put(data, where)
+        except MPI.Exception as error:
+            return str(error.Get_error_string())
+        return ""
+    memory = together.share_memory(comm)
+    if memory is None:
+        return views.write(file, share, sums)
+    fault = together.write(comm, memory, share, sums, put)
+    memory.free()
+    return fault
+
+
+def _are_long(comm: Communicator, share: Share) -> bool:
+    """Collective: say whether the runs of all ranks are long, or there is one rank."""
+    own = [piece.runs for piece in share.pieces if piece is not None]
+    sums = np.array([sum(r.total for r in own), sum(len(r.where) for r in own)], np.int64)
+    nbytes, count = comm.all_reduce(sums) if comm.size > 1 else sums
+    return bool(comm.size == 1 or nbytes >= LONG * count)
+
+
+def _runs(share: Share, sums: Sums) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield what this rank writes, and where, and add it to the sums."""
+    for piece in share.pieces:
+        for low in range(0, piece.nbytes if piece else 0, ROUND):
+            assert piece is not None
+            high = min(piece.nbytes, low + ROUND)
+            data, runs = piece.bytes(low, high), piece.runs.part(low, high)
+            sums.add(data, runs.where, runs.length)
+            at = 0
+            for where, length in zip(runs.where.tolist(), runs.length.tolist(), strict=True):
+                yield data[at : at + length], where
+                at += length
 
 
 def write_alone(path: Path, share: Share) -> Sums:
@@ -151,19 +118,37 @@ def write_alone(path: Path, share: Share) -> Sums:
     try:
         file = os.open(path, os.O_WRONLY)
         try:
-            for data, runs in rounds(share):
-                sums.add(data, runs.where, runs.length)
-                places = zip(
-                    runs.local.tolist(), runs.where.tolist(), runs.length.tolist(), strict=True
-                )
-                for local, where, length in places:
-                    _write_at(file, data[local : local + length], where)
+            with _early(path) as early:
+                for data, where in _runs(share, sums):
+                    _write_at(file, data, where)
+                    early(where, len(data))
             os.fsync(file)
         finally:
             os.close(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
     return sums
+
+
+@contextmanager
+def _early(path: Path) -> Iterator[Callable[[int, int], None]]:
+    """Yield what tells the system to bring a range of a file to the disk now.
+
+    Linux begins to write what it is told will not be needed in memory; elsewhere nothing happens.
+    """
+    file = -1
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY) if hasattr(os, "posix_fadvise") else -1
+
+    def early(where: int, nbytes: int) -> None:
+        if file >= 0 and nbytes >= LONG:
+            os.posix_fadvise(file, where, nbytes, os.POSIX_FADV_DONTNEED)
+
+    try:
+        yield early
+    finally:
+        if file >= 0:
+            os.close(file)
 
 
 def _write_at(file: int, data: np.ndarray, where: int) -> None:

@@ -5,6 +5,7 @@ mpiexec -n 4 mpipar bench collectives --tune
 mpiexec -n 2 mpipar bench collectives --algorithms window --peer torch
 mpiexec -n 2 mpipar bench train --peer torch --json train.json
 mpiexec -n 2 mpipar bench pipeline --microbatches 8
+mpiexec -n 4 mpipar bench checkpoint --size 1GiB
 mpipar bench kernels --json kernels.json
 mpipar bench overhead
 """
@@ -23,6 +24,7 @@ from tyro.conf import arg
 from mpipar.bench.train_settings import Train
 from mpipar.bench.train_settings import check as check_train
 from mpipar.cli import files
+from mpipar.cli.checkpoints import Checkpoint
 from mpipar.cli.train import HEAD_START, fail
 from mpipar.errors import ConfigError, MpiparError, explain
 from mpipar.train import launch, memory
@@ -98,7 +100,7 @@ class Kernels:
     """Write {"machine": ..., "rows": [...]} here."""
 
 
-Config = Collectives | Train | Pipeline | Kernels | Overhead
+Config = Collectives | Train | Pipeline | Checkpoint | Kernels | Overhead
 ALONE = (Kernels, Overhead)
 
 
@@ -114,12 +116,14 @@ def run(config: Config) -> int:
         return kernels.run(config.names, config.seconds, config.json, config.device)
     if isinstance(config, Pipeline):
         return _on_all_ranks(config, lambda world: _pipeline(config, world))
+    if isinstance(config, Checkpoint):
+        return _on_all_ranks(config, lambda world: _checkpoint(config, world))
     if isinstance(config, Train):
         return _on_all_ranks(config, lambda world: _train(config, world))
     return _on_all_ranks(config, lambda world: _collectives(config, world))
 
 
-def _on_all_ranks(config: Collectives | Train | Pipeline, work: Callable[[Any], None]) -> int:
+def _on_all_ranks(config: Config, work: Callable[[Any], None]) -> int:
     """Collective: run `work` on the world, or tell on rank 0 what all ranks cannot do."""
     if trouble := launch.start():
         return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
@@ -342,6 +346,16 @@ def _pipeline(config: Pipeline, world: Any) -> None:
                 )
     if world.rank == 0:
         _write(config.json, timing.machine(world), pipeline.as_json(rows))
+
+
+def _checkpoint(config: Checkpoint, world: Any) -> None:
+    """Collective: measure, print and write."""
+    from mpipar.bench import checkpoint, timing
+    from mpipar.cli import checkpoints
+
+    rows = checkpoints.measured(config, world)
+    if world.rank == 0:
+        _write(config.json, timing.machine(world), checkpoint.as_json(rows))
 
 
 def _overhead(config: Overhead) -> int:

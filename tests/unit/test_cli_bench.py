@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpipar.bench.checkpoint import check_room
 from mpipar.bench.kernel_cases import Case, cases
 from mpipar.cli.bench import Collectives, check
 from mpipar.errors import ConfigError
@@ -64,6 +65,22 @@ def test_a_short_measurement_is_written(tmp_path: Path) -> None:
     assert "all_reduce, 64 bytes, 2 ranks" in result.stdout
     assert (tmp_path / "x.json").exists()
     assert (tmp_path / "cache" / "tuning.json").exists()
+
+
+def test_a_checkpoint_is_timed_and_deleted(tmp_path: Path) -> None:
+    flags = ["--size", "256KiB", "--repeats", "1", "--dir", tmp_path, "--json", tmp_path / "x.json"]
+    result = launch(2, [*BENCH, "checkpoint", *flags], timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks, cut by columns" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    for row, cut in zip(
+        json.loads((tmp_path / "x.json").read_text())["rows"], ("rows", "columns"), strict=True
+    ):
+        assert (row["cut"], row["ranks"], row["bytes"]) == (cut, 2, 1 << 18)
+        assert row["write_ratio"] == pytest.approx(row["plain_write_s"] / row["write_s"])
+        assert row["read_s"] > 0
+    with pytest.raises(ConfigError, match=r"dir='.*none'"):
+        check_room(tmp_path / "none", 1)
 
 
 def test_overhead_checks_its_file_first() -> None:
