@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def real(folder: Path) -> Path:
+    """Return what a symbolic link leads to, so that the link stays when the folder is replaced."""
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
 def begin(target: Path) -> Path:
     """Make the hidden folder in which a checkpoint is written; sweep what killed jobs have left.
 
@@ -60,9 +66,9 @@ def begin(target: Path) -> Path:
             raise CheckpointError(f"{target} is a file: pass the path of a folder")
         if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists():
             raise CheckpointError(f"{target} holds something else: pass a new folder")
-        which = "step-*" if target.name.startswith("step-") else target.name
+        which = "step-*" if target.name.startswith("step-") else escape(target.name)
         for left in target.parent.glob(f".{which}.tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
+            _delete(left)
         folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
         folder.mkdir()
     except OSError as error:
@@ -76,7 +82,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     """Raise CheckpointError if so many bytes do not fit on the disk."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        text = f"{nbytes / 2**20:.0f} MiB are needed for a checkpoint, and {free / 2**20:.0f} are"
+        text = f"{nbytes / 2**20:.1f} MiB are needed for a checkpoint, and {free / 2**20:.1f} are"
         raise CheckpointError(f"{folder.parent} is too full: {text} free. Delete older ones")
 
 
@@ -118,8 +124,8 @@ def finish(
                 old.rename(target)
             raise
         _sync(target.parent)
-        for left in target.parent.glob(f".{target.name}.old-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for left in target.parent.glob(f".{escape(target.name)}.old-*"):
+            _delete(left)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
 
@@ -144,7 +150,7 @@ def prune(target: Path, keep: int) -> None:
             folder.rename(hidden)
         except OSError:
             continue
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
 
 
 def all_in(parent: Path) -> list[Found]:
@@ -161,7 +167,8 @@ def find(directory: Path) -> Found:
     """
     if found := read_manifest(directory):
         return found
-    aside = [read_manifest(one) for one in directory.parent.glob(f".{directory.name}.*")]
+    place = real(directory)
+    aside = [read_manifest(one) for one in place.parent.glob(f".{escape(place.name)}.*")]
     if complete := [one for one in aside if one]:
         return max(complete, key=lambda one: one.saved)
     if steps := all_in(directory):
@@ -249,6 +256,13 @@ def _write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, or the link to one."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

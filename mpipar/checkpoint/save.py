@@ -169,6 +169,7 @@ def save(
     same(comm, "mp.save", {**given, "step": step, "keep": keep, "async_op": bool(async_op)})
     shares = {key + SUFFIX: share_out(comm, key, entries) for key, entries in sorted(files.items())}
     target = Path(directory) if step is None else Path(directory) / place.step_name(step)
+    target = place.real(target)
     hidden = Path(on_first(comm, lambda: str(_prepare(target, shares))))
     saving = Saving(comm, target, hidden, shares, state)
     if step is not None:

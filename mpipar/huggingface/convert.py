@@ -33,6 +33,7 @@ def to_checkpoint(source: Path, target: Path, comm: Communicator, dtype: str | N
     dtype: to convert to.  A tokenizer is copied along.  Raises, on every rank, ConfigError or
     CheckpointError for a folder that cannot be read or a target that cannot be written.
     """
+    target = _new(target)
     config = read_settings(source)
     kind = dtype_of(dtype or config.dtype)
     arrays = {}
@@ -55,8 +56,7 @@ def from_checkpoint(source: Path, target: Path, comm: Communicator, most: int) -
     that `mpipar train` or `to_checkpoint` saved, or the target is not empty, and ConfigError for a
     model that transformers does not know.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} holds something else: pass a new folder")
+    target = _new(target)
     found, config = find(source)
     settings = write_settings(config)
     head = parse(place.read_head(found, FILE), str(found.folder / FILE))
@@ -87,12 +87,29 @@ def from_checkpoint(source: Path, target: Path, comm: Communicator, most: int) -
     return target
 
 
+def _new(target: Path) -> Path:
+    """Return the folder to make; raises CheckpointError if something is there."""
+    place_of = place.real(target)
+    try:
+        if place_of.exists() and (not place_of.is_dir() or any(place_of.iterdir())):
+            raise CheckpointError(f"{target} holds something else: pass a new folder")
+    except PermissionError as error:
+        raise CheckpointError(f"{target} cannot be read: {error.strerror}") from error
+    return place_of
+
+
 def find(folder: Path) -> tuple[place.Found, ModelConfig]:
     """Return the newest complete checkpoint in a folder, and which model it is of.
 
     Raises CheckpointError if there is none, or its state does not say.
     """
-    found = place.find(folder)
+    try:
+        found = place.find(folder)
+    except CheckpointError as error:
+        if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*")):
+            text = f"{folder} has weights, but no {CONFIG}: download that too"
+            raise CheckpointError(text) from error
+        raise
     try:
         return found, ModelConfig(**json.loads(place.read_state(found))["model"])
     except (KeyError, TypeError) as error:

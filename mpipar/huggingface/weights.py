@@ -53,7 +53,9 @@ def _of_file(path: Path) -> dict[str, np.ndarray]:
             nbytes = path.stat().st_size
             text += file.read(min(size, nbytes))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        others = any(path.parent.glob("pytorch_model*.bin"))
+        fix = ". There are weights in pytorch_model*.bin: save them as safetensors" * others
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}{fix}") from error
     head = parse(text, str(path))
     if head.nbytes > nbytes:
         raise CheckpointError(f"{path} lacks {head.nbytes - nbytes} bytes: it was cut short")

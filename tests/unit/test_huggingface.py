@@ -209,3 +209,42 @@ def test_live_against_transformers(tmp_path: Path) -> None:
         with torch.no_grad():
             logits = theirs(torch.tensor(tokens)).logits.numpy()
         np.testing.assert_allclose(model(tokens).data, logits, atol=1e-4)
+
+
+def test_where_a_model_is_written(tmp_path: Path) -> None:
+    """Through links, which stay; never over what is there, or beside it; names are no patterns."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".other.tmp-1").mkdir()
+    saved, names = tmp_path / "link", ["link", "dangling", "*[a]"]
+    with mp.Communicator(MPI.COMM_SELF) as comm:
+        for name in names:
+            to_checkpoint(GOLDEN / "gpt2", tmp_path / name, comm)
+        mp.save(saved, {"state": {"step": 3}, "more": {"a": np.ones(2)}}, comm)
+        assert mp.load(saved, {}, comm)["state"] == {"step": 3}
+        with pytest.raises(CheckpointError, match="holds something else"):
+            to_checkpoint(GOLDEN / "gpt2", saved, comm)
+        (tmp_path / "new").symlink_to(tmp_path / "made")
+        from_checkpoint(tmp_path / "dangling", tmp_path / "new", comm, 1 << 30)
+        assert read_settings(tmp_path / "made") == read_settings(GOLDEN / "gpt2")
+    links = {"link", "dangling", "new"}
+    assert {one.name for one in tmp_path.iterdir() if one.is_symlink()} == links
+    assert {one.name for one in tmp_path.iterdir()} == {*names, *links, *HERE}
+
+
+HERE = ("there", "nowhere", "made", ".other.tmp-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", "has weights, but no config.json"),
+        ("pytorch_model.bin", "has weights, but no config.json"),
+        ("config.json", "model.safetensors cannot be read: No such file or directory$"),
+    ],
+)
+def test_folders_with_half_of_a_model(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes((GOLDEN / "gpt2" / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=words):
+        model_of(tmp_path)
