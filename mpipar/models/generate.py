@@ -111,7 +111,8 @@ def choose(logits: np.ndarray, temperature: float, draw: float) -> int:
         raise NonFiniteError(explain("logits.max()", float(logits.max()), rule, fix))
     if temperature == 0.0:
         return int(logits.argmax())
-    weights = np.exp((logits - logits.max()) / temperature)  # (V,)
+    with np.errstate(over="ignore"):  # minus infinity is right
+        weights = np.exp((logits - logits.max()) / temperature)  # (V,)
     cumulative = weights.cumsum()
     drawn = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
     return min(drawn, int(np.flatnonzero(weights)[-1]))  # the product may be rounded up

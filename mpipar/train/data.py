@@ -73,10 +73,12 @@ def load(
     part: int = 0,
     parts: int = 1,
     tokenizer: Text | None = None,
+    init: str | None = None,
 ) -> Corpus:
     """Read the tokens, check them and hold some out.
 
     tokenizer: makes the tokens of a text, in place of its bytes.
+    init: the folder of weights that the vocabulary is of, if there is one.
     `part` of `parts`: the share of the tokens that this rank looks through for bad ones.
     Raises ConfigError for a missing, empty, unreadable or too short file or folder, and for a
     token outside the vocabulary.
@@ -88,7 +90,8 @@ def load(
         tokens = tokenizer.encode(bytes(tokens).decode("utf-8", "replace"))
         text, is_text = tokenizer, False
     check_length(name, tokens, seq)
-    check_vocabulary(name, tokens, vocab, partition.block(len(tokens), parts, part), is_text)
+    mine = partition.block(len(tokens), parts, part)
+    check_vocabulary(name, tokens, vocab, mine, is_text, init)
     cut = len(tokens) - max(int(len(tokens) * HELD_OUT), seq + 1)
     return Corpus(name, tokens[:cut], tokens[cut:], text, note)
 
@@ -178,9 +181,12 @@ def check_length(name: str, tokens: np.ndarray, seq: int) -> None:
 
 
 def check_vocabulary(
-    name: str, tokens: np.ndarray, vocab: int, where: slice, is_text: bool
+    name: str, tokens: np.ndarray, vocab: int, where: slice, is_text: bool, init: str | None = None
 ) -> None:
-    """Raise ConfigError if a token of the slice `where` is negative or not below `vocab`."""
+    """Raise ConfigError if a token of the slice `where` is negative or not below `vocab`.
+
+    The vocabulary can be chosen unless it is that of the weights in `init`.
+    """
     if is_text and vocab >= 256:
         return
     for start in range(where.start, where.stop, 1 << 24):
@@ -191,6 +197,10 @@ def check_vocabulary(
             rule = f"token {token} at position {place} is outside the vocabulary 0..{vocab - 1}"
             largest = 255 if is_text else int(piece.max())
             fix = f"Pass --vocab {largest + 1} or more" if token >= 0 else "Tokens count from 0"
+            if init is not None:
+                fix = f"The vocabulary is that of {init}: "
+                fix += "add its tokenizer.json, or pass" if is_text else "pass"
+                fix += " a file of its tokens"
             raise ConfigError(explain("data", name, rule, fix))
 
 

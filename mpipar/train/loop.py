@@ -16,6 +16,7 @@ Which sequences, weights and dropout masks there are depends on seed, step and g
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from mpipar.models.transformer import IGNORE
 from mpipar.optim import AdamW, cosine
 from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.mesh import Mesh
+from mpipar.trace.record import phase
 from mpipar.train import launch
 from mpipar.train.agree import same, together
 from mpipar.train.checkpoints import Checkpoints
@@ -40,6 +42,7 @@ from mpipar.train.report import Facts, Guarded, Report, Row
 from mpipar.train.sample import sample
 from mpipar.train.signals import Signals, name_of
 from mpipar.train.step import require_told, train_step
+from mpipar.train.tracing import traced, untraced
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -74,7 +77,8 @@ def train(
     corpus = together(
         world,
         lambda: load(
-            config.data, config.seq, config.vocab, world.rank, world.size, tokenizer(config)
+            *(config.data, config.seq, config.vocab, world.rank, world.size),
+            *(tokenizer(config), config.init),
         ),
     )
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
@@ -84,8 +88,8 @@ def train(
     signals = signals or Signals()
     if not config.elastic:
         together(world, report.open)  # files are emptied only now
-        with Mesh(world, *sizes, **options) as mesh:
-            return fit(config, mesh, corpus, guarded, signals, Course(world))
+        with Mesh(world, *sizes, **options) as mesh, traced(config, mesh, guarded) as traced_step:
+            return fit(config, mesh, corpus, guarded, signals, Course(world), traced_step)
     together(world, lambda: require_support(world.size))
     course = Course(world.Dup())
     while True:
@@ -110,6 +114,7 @@ def fit(
     report: Guarded,
     signals: Signals,
     course: Course,
+    traced_step: Callable[[int], AbstractContextManager[None]] = untraced,
 ) -> list[Row]:
     """Collective: build the model and run all steps; return the lines of the log."""
     held = hold(config, mesh)
@@ -133,9 +138,11 @@ def fit(
         step += 1
         optimizer.lr = learning_rate(config, step)
         start, waited = time.perf_counter(), clock.seconds()
-        parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
-        told = report.failure, signals, course.commit if config.elastic else None
-        taken = train_step(step, parts, held, optimizer, mesh, config.clip, *told)
+        with traced_step(step):
+            with phase("data"):
+                parts = batches.step(step, 1 if config.pp > 1 else config.accumulate)
+            told = report.failure, signals, course.commit if config.elastic else None
+            taken = train_step(step, parts, held, optimizer, mesh, config.clip, *told)
         course.done = step
         speed, asked = taken.tokens / (time.perf_counter() - start), taken.asked
         row: Row = {
@@ -154,11 +161,13 @@ def fit(
             raise streak.error(step, taken, checkpoints.finish())
         due = step == config.steps or (config.eval_every and step % config.eval_every == 0)
         if due and not asked:
-            value, asked = evaluate(held, batches, config, mesh, signals)
+            with phase("validation"):
+                value, asked = evaluate(held, batches, config, mesh, signals)
             if not asked:
                 rows.append({"step": step, "val_loss": value})
                 report.validation(rows[-1])
-        checkpoints.after(step)
+        with phase("checkpoint"):
+            checkpoints.after(step)
     if asked:
         saved = checkpoints.stop(step)
         where = None if saved is None else str(saved)

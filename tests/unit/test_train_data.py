@@ -114,6 +114,8 @@ def test_text_outside_a_small_vocabulary(tmp_path: Path) -> None:
     path = text_file(tmp_path, b"a" * 50 + "ä".encode() + b"a" * 50)
     with pytest.raises(ConfigError, match=r"token 195 at position 50.*--vocab 256"):
         load(path, SEQ, 128)
+    with pytest.raises(ConfigError, match="is that of gpt2/: add its tokenizer.json, or pass a"):
+        load(path, SEQ, 128, init="gpt2/")
 
 
 def test_each_rank_looks_through_its_share(tmp_path: Path) -> None:
