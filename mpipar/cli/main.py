@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "train a language model on text; start it with mpiexec",
     "bench": "measure collectives, training and overheads on this machine",
     "doctor": "check the machine and the job, or explain why one got stuck",
+    "trace": "where the time of a traced training went, by rank",
     "schedule": "show, verify and simulate collective algorithms and pipelines",
     "generate": "let a trained model go on with a text",
     "convert": "Hugging Face folders of weights to checkpoints, and back",
@@ -97,7 +98,7 @@ def _leave(code: int, arguments: list[str], unsaid: io.StringIO) -> int:
 
     Where the launcher started others that wait for this one in MPI, that is the end of the job.
     """
-    alone = arguments[:1] in (["schedule"], ["plan"], ["convert"]) or arguments[1:2] in (
+    alone = arguments[:1] in (["schedule"], ["plan"], ["convert"], ["trace"]) or arguments[1:2] in (
         ["overhead"],
         ["kernels"],
     )

@@ -3,6 +3,7 @@
     mpipar schedule show 1f1b -p 4 -m 8
     mpipar schedule show interleaved -p 4 -m 8 --chunks 2 --csv own.csv
     mpipar schedule verify own.csv
+    mpipar schedule draw --trace runs/trace
     mpipar schedule simulate pipeline -p 8 -m 32 --forward 1e-3 --backward 1e-3 --weight 1e-3
 
 A name is that of a schedule, `pipeline` for all of them, or a CSV file.
@@ -18,12 +19,14 @@ from mpipar.cli.files import write
 from mpipar.cli.limits import plural
 from mpipar.errors import ConfigError, ScheduleError, explain
 from mpipar.schedule import draw as draw_timeline
+from mpipar.schedule import draw_timeline as charts
 from mpipar.schedule.draw_timeline import seconds
 from mpipar.schedule.pipeline import (
     PIPELINES,
     PipelineResult,
     PipelineSchedule,
     draw,
+    idle,
     load,
     lower,
     make,
@@ -33,6 +36,8 @@ from mpipar.schedule.pipeline import (
     to_csv,
     verify,
 )
+from mpipar.schedule.pipeline.measured import measured_step
+from mpipar.trace import chrome
 
 ALL = "pipeline"
 PROVEN_CHUNKS = (1, 2, 3)  # of the interleaved schedule, if no number is asked for
@@ -182,4 +187,35 @@ def chart(
         print(f"{title}\n\n{draw_timeline(result.timeline, width=width)}")
     else:
         write(svg, draw_timeline(result.timeline, "svg", title=title), "svg")
+    return 0
+
+
+def compare(name: str, trace: Path | None, step: int | None, width: int, svg: Path | None) -> int:
+    """Draw a step of a traced run below the same step in simulated time."""
+    if trace is None:
+        raise ConfigError(explain("step", step, "only a trace has steps", "Pass --trace too"))
+    if name:
+        rule = "the schedule is that of the traced run"
+        raise ConfigError(explain("name", name, rule, "Leave it out, or --trace"))
+    path = chrome.find(trace)
+    pipelines_there = chrome.head(path)["pipelines"]
+    if not pipelines_there:
+        fix = "Trace a run with --pp 2 or more"
+        raise ConfigError(explain("trace", str(path), "no pipeline ran in it", fix))
+    found = measured_step(pipelines_there, chrome.events(path), step)
+    schedule, simulated, measured = found.schedule, found.simulated, found.timeline
+    sizes = f"{plural(schedule.ranks, 'rank')}, {plural(schedule.microbatches, 'micro-batch')}"
+    headline = f"{schedule.name} on {sizes}, {found.step} of {path}"
+    words = "simulated, each action as long as the median of its stage", "measured"
+    pictures = [
+        (f"{about}: {seconds(one.makespan)}, idle {100 * idle(one):.1f} %", one)
+        for about, one in zip(words, (simulated.timeline, measured), strict=True)
+    ]
+    if svg is not None:
+        write(svg, charts.svg_of_several(headline, pictures), "svg")
+        return 0
+    print(headline)
+    end = max(measured.makespan, simulated.makespan)
+    for about, timeline in pictures:
+        print(f"\n{about}\n\n{charts.text(timeline, width, end)}")
     return 0

@@ -5,6 +5,7 @@
     mpipar schedule simulate all_reduce -p 1024 --bytes 64MiB --nodes 8
     mpipar schedule draw all_reduce/ring -p 4 --svg ring.svg
     mpipar schedule show 1f1b -p 4 -m 8
+    mpipar schedule draw --trace runs/trace
 
 None of them needs MPI.
 """
@@ -134,8 +135,15 @@ class Simulate(_Simulated):
 
 @dataclass(frozen=True)
 class Draw(_Simulated):
-    """Draw when each rank sends, receives and adds, or runs what, in simulated time."""
+    """Draw when each rank sends, receives and adds, or runs what, in simulated time; of a traced
+    training with --pp, the measured time below it."""
 
+    name: Name = ""
+    """all_reduce/ring; 1f1b, or a CSV file of a pipeline's schedule; nothing with --trace."""
+    trace: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Folder of mpipar train --trace, or the file in it, whose pipeline is drawn."""
+    step: Annotated[int | None, arg(metavar="INT")] = None
+    """Step of the trace; the last one if not given."""
     svg: OutputPath = None
     """Write the chart to this file."""
     width: int = 96
@@ -150,6 +158,10 @@ def run(config: Config) -> int:
     """Run one of the subcommands; return the exit code."""
     for flag in ("svg", "csv"):
         check(getattr(config, flag, None), flag)
+    if isinstance(config, Draw) and (config.trace or config.step is not None):
+        limits.check_width(config.width)
+        asked = config.name, config.trace, config.step
+        return pipelines.compare(*asked, config.width, config.svg)
     if pipelines.is_pipeline(config.name):
         return _run_pipeline(config)
     match config:

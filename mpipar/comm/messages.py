@@ -27,6 +27,7 @@ from mpipar.trace.record import Label
 
 def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
     """Send x to `dst` (default: the next rank of the ring)."""
+    begun = clock.begin()
     dst = _peer(group, dst, 1, "dst")
     x = buffers.as_array(x)
     what = f"send({x.dtype.name}, shape {x.shape}, dst={dst})"
@@ -38,18 +39,19 @@ def send(group: ProcessGroup, x: Any, dst: int | None, async_op: bool) -> Any:
         requests = _post_send(group, x, dst, synchronous=not async_op)
         handle = Requests(requests, group.flight, finish, what)
     group.flight.note(Record(0, what, handle, sends_to=-1 if async_op else dst))
-    return _result(group, handle, label, async_op)
+    return _result(group, handle, label, async_op, begun)
 
 
 def recv(
     group: ProcessGroup, shape: Sequence[int], dtype: Any, src: int | None, async_op: bool
 ) -> Any:
     """Receive an array of this shape and dtype from `src` (default: the previous of the ring)."""
+    begun = clock.begin()
     src = _peer(group, src, -1, "src")
     result = _empty(shape, dtype)
     if group.lane is not None:
         result = module("cuda").empty(result.shape, result.dtype)
-    return _receiving(group, None, result, src, async_op)
+    return _receiving(group, None, result, src, async_op, begun)
 
 
 def sendrecv(
@@ -62,12 +64,13 @@ def sendrecv(
     async_op: bool,
 ) -> Any:
     """Send x to `dst` and receive from `src` at the same time; the shape defaults to that of x."""
+    begun = clock.begin()
     dst, src = _peer(group, dst, 1, "dst"), _peer(group, src, -1, "src")
     x = buffers.as_array(x)
     result = _empty(x.shape if shape is None else shape, x.dtype if dtype is None else dtype)
     if is_device(x):
         result = module("cuda").empty(result.shape, result.dtype)
-    return _receiving(group, (x, dst, False), result, src, async_op)
+    return _receiving(group, (x, dst, False), result, src, async_op, begun)
 
 
 def _empty(shape: Any, dtype: Any) -> np.ndarray:
@@ -93,6 +96,7 @@ def _receiving(
     result: Array,
     src: int,
     async_op: bool,
+    begun: clock.Begun,
 ) -> Any:
     what = f"recv({result.dtype.name}, shape {result.shape}, src={src})"
     label = Label(f"receive from {src}", result.nbytes, what)
@@ -100,7 +104,7 @@ def _receiving(
     if group.lane is not None:
         handle: Requests = _between(group, what, finish, (result, src), sending)
         group.flight.note(Record(0, what, handle))
-        return _result(group, handle, label, async_op)
+        return _result(group, handle, label, async_op, begun)
     sends = [] if sending is None else _post_send(group, *sending)
     data = result.reshape(-1).view(np.uint8)
     triples = list(buffers.pieces(data))
@@ -108,7 +112,7 @@ def _receiving(
     expected = [triple[1] for triple in triples]
     handle = Requests(receives + sends, group.flight, finish, what, expected)
     group.flight.note(Record(0, what, handle))
-    return _result(group, handle, label, async_op)
+    return _result(group, handle, label, async_op, begun)
 
 
 def _between(
@@ -139,11 +143,10 @@ def _finish(group: ProcessGroup, label: Label, async_op: bool, result: Any) -> C
     return finish
 
 
-def _result(group: ProcessGroup, handle: Requests, label: Label, async_op: bool) -> Any:
-    if async_op:
-        return Handle(handle, group, label)
-    begun = clock.begin()
-    result = handle.wait()
+def _result(
+    group: ProcessGroup, handle: Requests, label: Label, async_op: bool, begun: clock.Begun
+) -> Any:
+    result = Handle(handle, group, label) if async_op else handle.wait()
     group.spent(begun, label, 0)
     return result
 

@@ -60,7 +60,7 @@ class Trace:
         Raises ConfigError on every rank if a file cannot be written, StateError in another Trace.
         """
         self.directory, self.summary = Path(directory), ""
-        self._comm, self._steps = comm, steps
+        self._comm, self._steps, self._closed = comm, steps, False
         self._together(self._begin)
         ahead, origin = self._clock(time.perf_counter())
         header: dict[str, Any] = {"rank": comm.global_rank, "host": platform.node()}
@@ -100,28 +100,37 @@ class Trace:
             record.to = self._recorder
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Collective: end the recording, and let rank 0 make one file of all.
+    def close(self) -> None:
+        """Collective: end the recording, and let rank 0 make one file of all; as the block's end.
 
-        After an error the others may not come: then each rank's file stays as it is.
         Raises ConfigError on every rank if something could not be written.
         """
-        record.to = None
-        self._recorder.flush()
-        if error is not None:
-            self._writer.close()
+        if self._closed:
             return
+        self._stop()
         ahead, _ = self._clock()
         end = ("clock", time.perf_counter(), ahead), ("end", self._recorder.lost)
         self._writer.write(end)
         self._writer.close()
         self._together(self._written)
         self._together(self._merge)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it; after an error, to which the others may not come, leave this rank's file."""
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._stop()
+            self._writer.close()
+
+    def _stop(self) -> None:
+        self._closed, record.to = True, None
+        self._recorder.flush()
 
     # -- what the ranks do together ---------------------------------------------------------------
 

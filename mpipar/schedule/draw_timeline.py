@@ -8,6 +8,7 @@ Spans of one rank that overlap in time get lanes of their own; spans of one kind
 where they can.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from mpipar.schedule.svg import (
@@ -76,15 +77,16 @@ def seconds(value: float) -> str:
     return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
 
 
-def text(timeline: Timeline, width: int = 96) -> str:
+def text(timeline: Timeline, width: int = 96, end: float | None = None) -> str:
     """Return the chart in at most `width` characters a line, ending without a newline.
 
+    end: the time at the right edge, so that charts can be compared; that of the last span if None.
     A span shows its name where there is room, and is filled by kind: send >, recv <, reduce +,
     compute #, wait ., forward -, backward =, weight ~, others by their first letter.
     """
     heads = {rank: f"rank {rank}" for rank in timeline.ranks()}
     margin = max((len(head) for head in heads.values()), default=6) + 2
-    cells, end = width - margin - 1, timeline.makespan
+    cells, end = width - margin - 1, timeline.makespan if end is None else end
     lines = []
     for rank, head in heads.items():
         for number, lane in enumerate(lanes(timeline.of(rank))):
@@ -110,15 +112,38 @@ def _bar(lane: Lane, end: float, cells: int) -> str:
 
 def svg(timeline: Timeline, title: str = "") -> str:
     """Return the chart as an SVG document."""
-    ranks = timeline.ranks()
-    left, top, width, height, gap = 92.0, 84.0, 960.0, 20.0, 10.0
-    end = timeline.makespan
-    scale = width / end if end else 0.0
-    colours = _colours(timeline)
-    canvas = Canvas()
-    canvas.text(24, 32, title or f"{len(ranks)} ranks, {seconds(end)}", 15, INK, weight=600)
+    ranks = len(timeline.ranks())
+    title = title or f"{ranks} ranks, {seconds(timeline.makespan)}"
+    return svg_of_several(title, [("", timeline)])
+
+
+def svg_of_several(title: str, charts: Sequence[tuple[str, Timeline]]) -> str:
+    """Return charts, each below its own words, on one scale, as an SVG document."""
+    left, width, y = 92.0, 960.0, 84.0
+    end = max(timeline.makespan for _, timeline in charts)
+    everything = Timeline([span for _, timeline in charts for span in timeline.spans])
+    colours, canvas = _colours(everything), Canvas()
+    canvas.text(24, 32, title, 15, INK, weight=600)
     _legend(canvas, colours, 24, 56)
-    rows = {rank: lanes(timeline.of(rank)) for rank in ranks}
+    for words, timeline in charts:
+        if words:
+            canvas.text(24, y + 8, words, 12)
+            y += 28
+        y = _svg_chart(canvas, timeline, y, (left, width, end), colours) + 36
+    return canvas.document(left + width + 40, y)
+
+
+def _svg_chart(
+    canvas: Canvas,
+    timeline: Timeline,
+    top: float,
+    axis: tuple[float, float, float],
+    colours: dict[str, str],
+) -> float:
+    """Draw the rows and the axis (left, width, end in seconds); return where they end."""
+    (left, width, end), height, gap = axis, 20.0, 10.0
+    scale = width / end if end else 0.0
+    rows = {rank: lanes(timeline.of(rank)) for rank in timeline.ranks()}
     total = sum(len(found) * height + gap for found in rows.values())
     for tick in _ticks(end):
         x = left + tick * scale
@@ -132,7 +157,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
                 _svg_span(canvas, span, left, scale, y, height - 3, colours[span.kind])
             y += height
         y += gap
-    return canvas.document(left + width + 40, top + total + 36)
+    return top + total
 
 
 def _svg_span(

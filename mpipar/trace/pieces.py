@@ -8,6 +8,7 @@
 Spans of one rank's program lie within each other; a moment belongs to the innermost.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -57,6 +58,18 @@ def pieces(events: Iterable[Event]) -> Iterator[Piece]:
         now = max(now, event.start)
         inside.append((min(event.stop, inside[-1][0]) if inside else event.stop, event))
     yield from close(float("inf"))
+
+
+def in_steps(events: Iterable[Event], kind: str) -> Iterator[tuple[Event, str]]:
+    """Yield the events of a kind that begin in a step, each with the step's name."""
+    ordered = list(events)
+    steps = sorted((e for e in ordered if e.kind == "step"), key=lambda step: step.start)
+    starts = [step.start for step in steps]
+    for event in ordered:
+        if event.kind == kind:
+            number = bisect_right(starts, event.start) - 1
+            if number >= 0 and event.start < steps[number].stop:
+                yield event, steps[number].name
 
 
 def axis(communicator: str) -> str:

@@ -17,9 +17,8 @@ delayed by them is in neither column.  The first step of a trace makes plans and
 left out if there are others.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 from mpipar.trace import chrome
 from mpipar.trace.parts import Event
-from mpipar.trace.pieces import axis, pieces
+from mpipar.trace.pieces import axis, in_steps, pieces
 
 SHOWN = 16  # ranks with a row of their own; of more, least, mean and most are shown
 UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
@@ -128,10 +127,10 @@ class Summary:
             )
             most = max(self.ranks, key=lambda times: times.delays)
             if most.delays:
-                share = most.delays / size / (len(self.ranks) - 1)
+                share = most.delays / size
                 words.append(
-                    f"waited for most: rank {most.rank}, by {share:.3g} {unit} "
-                    "a step on each of the others"
+                    f"waited for most: rank {most.rank}, {share:.3g} {unit} a step, "
+                    "all other ranks together"
                 )
         return words
 
@@ -181,7 +180,7 @@ def _look(
                 own[key] = min(event.start, own.get(key, event.start))
         for key, start in own.items():
             arrivals[key] = max((start, rank), arrivals.get(key, (start, rank)))
-        for action, step in _in_steps(of_rank, "action"):
+        for action, step in in_steps(of_rank, "action"):
             window = step, action.group
             first, last = windows.get(window, (action.start, action.stop))
             windows[window] = min(first, action.start), max(last, action.stop)
@@ -208,29 +207,17 @@ def _count(
         else:
             mine.compute += piece.seconds
     mine.steps = len(counted)
-    for call, step in _in_steps(events, "call"):
+    for call, step in in_steps(events, "call"):
         last, who = arrivals.get((call.group, call.sequence), (0.0, rank))
         if step in counted and who != rank:
             late = min(max(0.0, last - call.start), call.stop - call.start)
             mine.late += late
             times.setdefault(who, Times(who)).delays += late
-    actions = [(action, step) for action, step in _in_steps(events, "action") if step in counted]
+    actions = [(action, step) for action, step in in_steps(events, "action") if step in counted]
     if ran := {(step, action.group) for action, step in actions}:
         whole = sum(last - first for first, last in (windows[window] for window in ran))
         mine.idle = 1.0 - sum(action.stop - action.start for action, _ in actions) / whole
     return [step.name.removeprefix("step ") for step in steps if step.name in counted]
-
-
-def _in_steps(events: Iterable[Event], kind: str) -> Iterator[tuple[Event, str]]:
-    """Yield the events of a kind that begin in a step, each with the step's name."""
-    ordered = list(events)
-    steps = sorted((e for e in ordered if e.kind == "step"), key=lambda step: step.start)
-    starts = [step.start for step in steps]
-    for event in ordered:
-        if event.kind == kind:
-            number = bisect_right(starts, event.start) - 1
-            if number >= 0 and event.start < steps[number].stop:
-                yield event, steps[number].name
 
 
 def _divide(times: Times) -> None:

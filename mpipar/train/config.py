@@ -135,6 +135,12 @@ class TrainConfig:
     plot: File = None
     """Image file for the loss curve (.png, .svg, .pdf); needs matplotlib."""
 
+    trace: File = None
+    """Folder for a trace: when each rank computed, communicated and waited, in trace.json, which
+    ui.perfetto.dev and chrome://tracing show; a summary is printed at the end."""
+    trace_steps: Annotated[str | None, arg(metavar="A:B")] = None
+    """Steps that the trace is of, from A to B; all that it has room for if not given."""
+
     save: File = None
     """Folder for checkpoints; each is a folder in it, and `latest` names the newest."""
     save_every: int = 100
@@ -197,6 +203,15 @@ class TrainConfig:
     def lowest_lr(self) -> float:
         """Learning rate at the end of the cosine."""
         return self.lr / 10 if self.min_lr is None else self.min_lr
+
+    @property
+    def traced_steps(self) -> tuple[int, int] | None:
+        """First and last step of the trace, as far as they can be read; None for all."""
+        if self.trace_steps is None:
+            return None
+        first, _, last = self.trace_steps.partition(":")
+        good = first.isdecimal() and last.isdecimal()
+        return (int(first), int(last)) if good else (0, 0)
 
     def fingerprint(self) -> str:
         """Return a hash of all settings."""

@@ -29,6 +29,7 @@ from mpipar.parallel.inject import factories
 from mpipar.parallel.loss import token_share
 from mpipar.parallel.mesh import Mesh
 from mpipar.parallel.pipeline import Pipeline
+from mpipar.trace.record import phase
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Rows
 
@@ -175,9 +176,11 @@ class Whole(Held):
         self.weigh(total)
         sums_up = last or self.fsdp in ("2", "3")  # these keep parts of gradients only
         with rng.at(step, rows.first), nullcontext() if sums_up else self.replica.no_sync():
-            loss_sum, _ = self.replica.loss(rows.inputs, rows.targets)
-            term = token_share(loss_sum, total)
-            term.backward()
+            with phase("forward"):
+                loss_sum, _ = self.replica.loss(rows.inputs, rows.targets)
+                term = token_share(loss_sum, total)
+            with phase("backward"):
+                term.backward()
         if last:
             self.sum_experts()
         return float(term.item())

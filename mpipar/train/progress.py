@@ -102,6 +102,10 @@ class Display(Report):
             if path := getattr(self.config, what):
                 self.say(f"{what}: {path}")
 
+    def traced(self, path: str, summary: str) -> None:
+        """Print where the time went."""
+        self.say(f"\n{summary}\n\ntrace: {path} (shown by ui.perfetto.dev)")
+
     def say(self, text: str) -> None:
         """Print a line at once, above the bar; if the reader has left, the run goes on."""
         try:

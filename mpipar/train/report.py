@@ -55,6 +55,9 @@ class Report:
     def end(self, sample: str) -> None:
         """Hear that the last step is done, and what the model writes."""
 
+    def traced(self, path: str, summary: str) -> None:
+        """Hear where the trace is, and what it comes to."""
+
     def close(self) -> None:
         """Let go of everything, after the end or an error."""
 
@@ -96,6 +99,11 @@ class Several(Report):
         for report in self.reports:
             report.end(sample)
 
+    def traced(self, path: str, summary: str) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.traced(path, summary)
+
     def close(self) -> None:
         """Close all, the last first."""
         for report in reversed(self.reports):
@@ -133,6 +141,10 @@ class Guarded(Report):
     def end(self, sample: str) -> None:
         """Tell it."""
         self._try(lambda: self.report.end(sample))
+
+    def traced(self, path: str, summary: str) -> None:
+        """Tell it."""
+        self.report.traced(path, summary)
 
     def _try(self, tell: Callable[[], None]) -> None:
         if self.failure:

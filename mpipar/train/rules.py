@@ -91,8 +91,6 @@ def _outputs(config: "TrainConfig") -> Iterator[Rule]:
     there = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
     fix = "Pass --device cpu, or install the extra cuda12 or cuda13"
     yield "device", config.device == "cpu" or there, "it needs CuPy", fix
-    good = config.device == "cpu" or not config.experts
-    yield "device", good, "experts train on the CPU in this version", "Pass --device cpu"
     for name in ("log", "plot"):
         value = getattr(config, name)
         if value is None:
@@ -105,6 +103,14 @@ def _outputs(config: "TrainConfig") -> Iterator[Rule]:
     if config.log is not None and config.plot is not None:
         apart = not outputs.is_part_of(Path(config.plot), Path(config.log))
         yield "plot", apart, "it must be another file than the log", "Pass another path"
+    if config.traced_steps is not None:
+        first, last = config.traced_steps
+        rule = f"it is the first and the last step, between 1 and steps={config.steps}"
+        yield "trace_steps", 1 <= first <= last <= config.steps, rule, "Pass 10:12, for example"
+        rule, fix = "only a trace has steps", "Pass --trace with a folder too"
+        yield "trace_steps", config.trace is not None, rule, fix
+    good = config.trace is None or not config.elastic
+    yield "trace", good, "no trace outlives a rank that dies", "Leave out --trace or --elastic"
     rule, fix = "only checkpoints that are saved can be kept", "Pass --save with a folder too"
     yield "keep", config.keep is None or config.save is not None, rule, fix
     if config.plot is not None:

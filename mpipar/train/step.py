@@ -19,6 +19,7 @@ from mpipar.errors import MpiparError, NonFiniteError, explain
 from mpipar.models.transformer import IGNORE
 from mpipar.parallel.clip import clip_factor, clip_grad_norm
 from mpipar.parallel.mesh import Mesh
+from mpipar.trace.record import phase
 from mpipar.train.agree import mark, raise_first
 from mpipar.train.data import Rows
 from mpipar.train.held import Held
@@ -58,12 +59,14 @@ def train_step(
     with np.errstate(over="ignore", invalid="ignore"):  # see judge
         terms = [held.learn(rows, step, tokens, rows is parts[-1]) for rows in parts]
         loss = float(held.data.all_reduce(np.array([sum(terms)]))[0])
-        norm = clip_grad_norm(held.parameters(), None, mesh)
+        with phase("norm of gradients"):
+            norm = clip_grad_norm(held.parameters(), None, mesh)
     wrong, asked = judge(loss, norm, mesh, failure, signals.asked if signals else 0)
     if commit is not None:
         commit()
     if not wrong:
-        optimizer.step(clip_factor(norm, clip) if clip else 1.0)
+        with phase("update"):
+            optimizer.step(clip_factor(norm, clip) if clip else 1.0)
     return Taken(loss, norm, tokens, wrong, asked)
 
 

@@ -19,7 +19,8 @@ from mpipar.parallel.pipeline.messages import Messages
 from mpipar.parallel.pipeline.stage import Loss, Stage
 from mpipar.parallel.pipeline.tied import TiedGradients
 from mpipar.parallel.pipeline.timeline import Recorder
-from mpipar.schedule.pipeline import Action, PipelineSchedule
+from mpipar.schedule.pipeline import Action, PipelineSchedule, to_csv
+from mpipar.trace import record
 
 FORWARD = ("F", "SEND_F", "RECV_F")
 BACKWARD = ("B", "W", "SEND_B", "RECV_B")
@@ -57,7 +58,7 @@ class Executor:
         ) in stages.values():  # FSDP: gradients that are split, or summed with others' first
             late = schedule.split or tied.holds(stage.leaves)
             stage.waits = late and hasattr(stage.module, "sync_gradients")
-        self.recorder = Recorder()
+        self.recorder = Recorder(comm.process_group.flight)
         self.peak_live = 0
 
     def begin(self, batch: Batch) -> None:
@@ -65,6 +66,9 @@ class Executor:
         self.forget()
         self._messages.begin(batch.kind)
         self.recorder.begin()
+        if record.to is not None:
+            csv = lambda: to_csv(self._schedule.computation())  # noqa: E731
+            record.to.pipeline(self.recorder.channel, self._schedule.name, csv)
         self.peak_live = 0
 
     def forget(self) -> None:

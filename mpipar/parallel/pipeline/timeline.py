@@ -18,13 +18,15 @@ import numpy as np
 from mpipar.parallel.communicator import Communicator
 from mpipar.schedule.pipeline import Action, parse_action, span
 from mpipar.schedule.pipeline.action import KINDS
-from mpipar.trace import Timeline
+from mpipar.trace import Timeline, record
+from mpipar.trace.record import Channel
 
 
 @dataclass
 class Recorder:
     """The actions of this rank in the latest step, messages too, and their times in seconds."""
 
+    channel: Channel  # the communicator, for a trace
     actions: list[Action] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     origin: float = 0.0
@@ -40,8 +42,12 @@ class Recorder:
 
     def add(self, action: Action, start: float) -> None:
         """Note an action that ends now."""
+        stop = self.now()
         self.actions.append(action)
-        self.times.append((start, self.now()))
+        self.times.append((start, stop))
+        if record.to is not None and action.computes:
+            times = self.origin + start, self.origin + stop
+            record.to.action(self.channel, str(action), *times)
 
     def gather(self, comm: Communicator, messages: bool = False) -> Timeline:
         """Collective: return the spans of all ranks; those of posting messages if asked for."""
