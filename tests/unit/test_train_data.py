@@ -114,7 +114,7 @@ def test_text_outside_a_small_vocabulary(tmp_path: Path) -> None:
     path = text_file(tmp_path, b"a" * 50 + "ä".encode() + b"a" * 50)
     with pytest.raises(ConfigError, match=r"token 195 at position 50.*--vocab 256"):
         load(path, SEQ, 128)
-    with pytest.raises(ConfigError, match="is that of gpt2/: add its tokenizer.json, or pass a"):
+    with pytest.raises(ConfigError, match=r"is that of gpt2/: add its tokenizer.json, or pass a"):
         load(path, SEQ, 128, init="gpt2/")
 
 
