@@ -17,8 +17,8 @@ class Instruction(Deferred):
     """An instruction: its PTX, LLVM's constraints, the types of its results and arguments.
 
     `gives` and `takes` list NumPy's names of types, "float32*64" for a tuple of 64; several results
-    come as a tuple.  `memory` says that it reads or writes memory, so that the compiler keeps its place among others that do, and
-    `warp` that all threads of a warp run it together.
+    come as a tuple.  `memory` says that it reads or writes memory, so that the compiler keeps its
+    place among others that do, and `warp` that all threads of a warp run it together.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ def intrinsic(one: Instruction) -> Any:
         shape = ir.FunctionType(gets, given)
         flat = []
         for value, kind in zip(arguments, takes, strict=True):
-            parts = range(kind.count) if isinstance(kind, types.UniTuple) else ()
-            flat += [builder.extract_value(value, n) for n in parts] or [value]
+            each = range(kind.count) if isinstance(kind, types.UniTuple) else ()
+            flat += [builder.extract_value(value, n) for n in each] or [value]
         effect = one.memory or not plain
         code = ir.InlineAsm(shape, one.text, one.constraints, side_effect=effect)
         value = builder.call(code, flat, attrs=("convergent",) * one.warp)

@@ -4,8 +4,9 @@ op transposes the last two dimensions or not; leading dimensions broadcast.  16-
 multiplied, summed and followed in float32, and C is rounded once.
 
     NumPy   BLAS (library.py)
-    GPU     tiles in shared memory (simt.py), of float16 and bfloat16 on tensor cores (mma.py),
-            with all that follows in the same kernel (epilogue.py); cuBLAS through CuPy if asked for
+    GPU     tiles in shared memory (simt.py), of float16 and bfloat16 on tensor cores (mma.py; on
+            Hopper wgmma.py), with all that follows in the same kernel (epilogue.py); cuBLAS through
+            CuPy if asked for
 """
 
 from mpipar.arrays import Array, is_device
@@ -17,7 +18,7 @@ from mpipar.kernels.matmul.library import matmul_library
 
 __all__ = ["IMPLEMENTATIONS", "Task", "matmul", "reference"]
 
-IMPLEMENTATIONS = ("auto", "simt", "mma", "cublas")
+IMPLEMENTATIONS = ("auto", "simt", "mma", "wgmma", "cublas")
 
 
 def matmul(
@@ -38,7 +39,7 @@ def matmul(
     check(task, out)
     on_device = is_device(a)
     _choose(implementation, on_device, [x for x in (b, out, bias, up, residual) if x is not None])
-    if implementation in ("simt", "mma") or (on_device and implementation == "auto"):
+    if implementation in ("simt", "mma", "wgmma") or (on_device and implementation == "auto"):
         return matmul_cuda(task, out, implementation)
     return matmul_library(task, out)
 

@@ -5,19 +5,24 @@ from math import prod
 from mpipar.arrays import Array, is_sixteen_bit, module_of
 from mpipar.errors import ConfigError, explain
 from mpipar.kernels.device import blocks
-from mpipar.kernels.matmul import epilogue, mma, simt
+from mpipar.kernels.matmul import epilogue, mma, simt, wgmma
 from mpipar.kernels.matmul.formula import Task
 
 
 def matmul_cuda(task: Task, out: Array | None, implementation: str) -> Array:
-    """Return what the task says, in `out` if given; "auto" is "mma" for 16-bit numbers."""
+    """Return what the task says, in `out` if given.
+
+    "auto" is "mma" for 16-bit numbers, "wgmma" where the GPU has it and it pays.
+    Raises ConfigError for "mma" and "wgmma" of other numbers, and for "wgmma" of rows that do not
+    begin at 16 bytes.
+    """
     xp, (m, n, k) = module_of(task.a), task.sizes
     dtype, shape = task.dtype, task.shape
     if dtype.name not in simt.PRODUCT:
         rule = f"on a GPU there are products of {', '.join(simt.PRODUCT)}"
         raise ConfigError(explain("dtype", dtype.name, rule, "Convert the arrays"))
     halves = is_sixteen_bit(dtype)
-    if implementation == "mma" and not halves:
+    if implementation in ("mma", "wgmma") and not halves:
         rule = "tensor cores multiply float16 and bfloat16 here"
         raise ConfigError(explain("dtype", dtype.name, rule, 'Pass implementation="simt"'))
     target = out
@@ -41,7 +46,14 @@ def matmul_cuda(task: Task, out: Array | None, implementation: str) -> Array:
     if halves and implementation != "simt":
         bias, up, residual = extra
         steps = {"batch": batch, "a_step": a_step, "b_step": b_step}
-        mma.product_mma(a, b, target, m, n, k, flags, **steps, bias=bias, up=up, residual=residual)
+        product = mma.product_mma
+        if implementation == "wgmma" or (implementation == "auto" and _pays(batch, m, n)):
+            if wgmma.fits(a, b, m, n, k, flags, a_step=a_step, b_step=b_step):
+                product = wgmma.product_wgmma
+            elif implementation == "wgmma":
+                rule = "all rows of both operands begin at multiples of 16 bytes for wgmma"
+                raise ConfigError(explain("shape", (m, n, k), rule, 'Pass implementation="mma"'))
+        product(a, b, target, m, n, k, flags, **steps, bias=bias, up=up, residual=residual)
     else:
         tiles = blocks(m, simt.TILE) * blocks(n, simt.TILE) * batch
         code = simt.PRODUCT[dtype.name]
@@ -50,6 +62,15 @@ def matmul_cuda(task: Task, out: Array | None, implementation: str) -> Array:
         return target
     out[...] = target
     return out
+
+
+def _pays(batch: int, m: int, n: int) -> bool:
+    """Say whether "auto" is "wgmma": on Hopper, if there are tiles enough."""
+    if not wgmma.pays(batch, m, n):
+        return False
+    import cupy
+
+    return bool(cupy.cuda.Device().compute_capability == wgmma.CAPABILITY)
 
 
 def _operand(x: Array, turned: bool, task: Task) -> tuple[Array, bool, int]:

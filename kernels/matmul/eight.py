@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.kernels.device import device
-from mpipar.kernels.matmul.epilogue import ACCUMULATE, BIAS, RESIDUAL, UP, after
+from mpipar.kernels.matmul.epilogue import ACCUMULATE, BIAS, GELU, RESIDUAL, SILU, UP, after
 from mpipar.kernels.ptx import (
     address,
     join_bf16,
@@ -18,6 +18,7 @@ from mpipar.kernels.ptx import (
 )
 
 ZERO = np.uint32(0)
+FOLLOWED = ACCUMULATE | BIAS | GELU | SILU | UP | RESIDUAL
 
 
 @device
@@ -38,6 +39,14 @@ def split(word: Any, brain: Any) -> Any:
 
 
 @device
+def join(v: Any, w: Any, brain: Any) -> Any:
+    """Return a word of two numbers, each rounded once."""
+    if brain:
+        return join_bf16(v, w)
+    return join_f16(v, w)
+
+
+@device
 def two(
     v: Any, w: Any, bias: Any, up: Any, residual: Any, old: Any, flags: Any, c: Any, brain: Any
 ) -> Any:
@@ -47,9 +56,7 @@ def two(
     r0, r1 = split(residual, brain)
     o0, o1 = split(old, brain)
     v, w = after(v, b0, u0, r0, o0, flags, c), after(w, b1, u1, r1, o1, flags, c)
-    if brain:
-        return join_bf16(v, w)
-    return join_f16(v, w)
+    return join(v, w, brain)
 
 
 @device
@@ -65,6 +72,12 @@ def finish8(
         place = (batch * m + row) * n + column
         v0, v1, v2, v3 = quad(sums, at)
         v4, v5, v6, v7 = quad(sums, at + 4)
+        if flags & FOLLOWED == 0:
+            store4(
+                address(c, place), join(v0, v1, brain), join(v2, v3, brain), join(v4, v5, brain),
+                join(v6, v7, brain),
+            )  # fmt: skip
+            return
         b0, b1, b2, b3 = words(bias, column, flags & BIAS)
         u0, u1, u2, u3 = words(up, place, flags & UP)
         r0, r1, r2, r3 = words(residual, place, flags & RESIDUAL)

@@ -20,6 +20,7 @@ edges with zeros and swizzle by arithmetic that the simulator runs; tensor maps 
 driver, which CuPy does not pass on, and bulk copies without one do not swizzle.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,13 @@ from mpipar.kernels.ptx_wgmma import (
     zeros,
 )
 
-TALL, STEP, PIECE = 128, 64, 8
+TALL, WIDTH, STEP, PIECE = 128, 256, 64, 8
 ROW = 64  # elements of a row of 128 bytes
 BLOCK = ROW * STEP  # a block of 64 x 64, and what a warpgroup multiplies of A
 STAGES = 4
 THREADS = 256
+CAPABILITY = "90"  # of the devices that have these instructions: later ones do not
+ENOUGH = 66  # tiles from which "auto" takes this: one for half of an H100's multiprocessors
 EIGHT = 1 << 8  # of flags: C and what follows the product can be read 16 bytes at a time
 # parts of descriptors, in 16 bytes: from 8 rows to the next; swizzled; from block to block
 FORM = (1 << 62) | (8 * ROW * 2 // 16 << 32)
@@ -100,6 +103,7 @@ def fetch(
         source += gap
 
 
+@functools.cache
 def make(width: int, a_across: bool, b_across: bool, name: str) -> Kernel:
     """Make the kernel for tiles of 128 x width, one layout of A and B, and one number type."""
     brain = name == "bfloat16"
@@ -135,12 +139,12 @@ def make(width: int, a_across: bool, b_across: bool, name: str) -> Kernel:
             wait_copies()
             fence_shared()
             cuda.syncthreads()
-            x, y = left + now * both // 8, right + now * both // 8
+            to_a, to_b = left + now * both // 8, right + now * both // 8
             begin_products()
-            sums = multiply(sums, x, y)
-            sums = multiply(sums, x + a_more, y + b_more)
-            sums = multiply(sums, x + 2 * a_more, y + 2 * b_more)
-            sums = multiply(sums, x + 3 * a_more, y + 3 * b_more)
+            sums = multiply(sums, to_a, to_b)
+            sums = multiply(sums, to_a + a_more, to_b + b_more)
+            sums = multiply(sums, to_a + 2 * a_more, to_b + 2 * b_more)
+            sums = multiply(sums, to_a + 3 * a_more, to_b + 3 * b_more)
             commit_products()
             ahead = k0 + (STAGES - 2) * STEP
             if ahead < k:
@@ -175,13 +179,12 @@ def make(width: int, a_across: bool, b_across: bool, name: str) -> Kernel:
     return made(product)
 
 
-PRODUCTS = {
-    (256, a_across, b_across, name): make(256, a_across, b_across, name)
+KERNELS = [
+    make(WIDTH, a_across, b_across, name)
     for a_across in (False, True)
     for b_across in (False, True)
     for name in ("float16", "bfloat16")
-}
-KERNELS = list(PRODUCTS.values())
+]
 
 
 def fits(
@@ -193,17 +196,21 @@ def fits(
     return left and begins_at_16(b, n if b_across else k, b_step)
 
 
+def pays(batch: int, m: int, n: int) -> bool:
+    """Say whether there are tiles for enough multiprocessors, at least half full."""
+    tiles = batch * blocks(m, TALL) * blocks(n, WIDTH)
+    return tiles >= ENOUGH and tiles * TALL * WIDTH <= 2 * batch * m * n
+
+
 def product_wgmma(
     a: Array, b: Array, c: Array, m: int, n: int, k: int, flags: int = 0, *,
-    batch: int = 1, a_step: int = 0, b_step: int = 0,
+    batch: int = 1, a_step: int = 0, b_step: int = 0, width: int = WIDTH,
     bias: Array | None = None, up: Array | None = None, residual: Array | None = None,
 ) -> None:  # fmt: skip
     """Write c = epilogue(op(a) op(b)) of operands that fit; arguments are those of product_mma."""
-    a_across, b_across = bool(flags & TRANSPOSE_A), not flags & TRANSPOSE_B
     after = [a if one is None else one for one in (bias, up, residual)]
     if all(begins_at_16(x, n, 0) for x in (c, bias, up, residual) if x is not None):
         flags |= EIGHT
-    width = 256
     grid = batch * blocks(m, TALL) * blocks(n, width)
-    run = PRODUCTS[width, a_across, b_across, c.dtype.name]
+    run = make(width, bool(flags & TRANSPOSE_A), not flags & TRANSPOSE_B, c.dtype.name)
     run(grid, THREADS, a, b, c, *after, m, n, k, a_step, b_step, flags)

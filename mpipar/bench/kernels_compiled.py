@@ -3,6 +3,7 @@
 A row for each version (number type) and architecture.  A stack or spills mean that values lie in
 memory which should be in registers; the counts are instructions in the kernel's PTX:
 
+    remarks    of the assembler: above all, that products of tiles wait for one another
     mma        products of tiles on tensor cores
     loads16    reads of 16 bytes
     copies16   asynchronous copies of 16 bytes to shared memory
@@ -33,11 +34,12 @@ class Compiled:
     """A version of a kernel; sizes in bytes."""
 
     kernel: str
-    target: str  # "80", "90"
+    target: str  # "80", "90", "90a"
     registers: int  # a thread
-    shared: int  # static, a block
+    shared: int  # a block, with what a kernel always takes of dynamic memory
     stack: int  # a thread
     spills: int
+    remarks: int
     mma: int
     loads16: int
     copies16: int
@@ -72,6 +74,7 @@ def _compile(module: str, target: str) -> list[Compiled]:
     return [
         Compiled(
             one.label, one.target, one.registers, one.shared, one.stack, one.spills,
+            one.remarks,
             **{name: len(re.findall(pattern, one.ptx)) for name, pattern in COUNTED.items()},
         )
         for one in versions(module, target)
