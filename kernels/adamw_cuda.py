@@ -6,36 +6,48 @@ Moments and sums are float32, or float64 of float64 parameters.
 import math
 
 from mpipar.arrays import Array
-from mpipar.kernels.device import FOUR, THREADS, cuda, elementwise, kernel, narrow, widen
+from mpipar.kernels.device import THREADS, constant, device, kernel
+from mpipar.kernels.fours import elementwise, mine, put, take
 
 
-@kernel("T[], T[], W[], W[], W, W, W, W, W, W, W, W, int64", threads=THREADS)
-def adamw(w, grad, m, v, beta1, beta2, share1, share2, rate, small, keep, scale, n):  # type: ignore[no-untyped-def]
+@device
+def stepped(w, g, m, v, beta1, beta2, share1, share2, rate, small, keep):  # type: ignore[no-untyped-def]
+    """Return w, m and v after a step of AdamW."""
+    mean = beta1 * m + share1 * g
+    square = beta2 * v + share2 * g * g
+    return keep * w - rate * mean / (math.sqrt(square) + small), mean, square
+
+
+@kernel("T[], T[], W[], W[], W, W, W, W, W, W, W, W, int32, int64", threads=THREADS)
+def adamw(w, grad, m, v, beta1, beta2, share1, share2, rate, small, keep, scale, wide, n):  # type: ignore[no-untyped-def]
     """Update w, m and v; share = 1 - beta, keep = 1 - lr decay."""
-    first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-    for k in range(FOUR):
-        i = first + k * THREADS
-        if i < n:
-            g = widen(grad[i]) * scale
-            mean = beta1 * m[i] + share1 * g
-            square = beta2 * v[i] + share2 * g * g
-            m[i], v[i] = mean, square
-            w[i] = narrow(keep * widen(w[i]) - rate * mean / (math.sqrt(square) + small), w)
+    i, none = mine(), constant(0, w)
+    a, b, c, d = take(w, i, n, wide, none)
+    e, f, g, h = take(grad, i, n, wide, none)
+    m0, m1, m2, m3 = take(m, i, n, wide, none)
+    v0, v1, v2, v3 = take(v, i, n, wide, none)
+    a, m0, v0 = stepped(a, e * scale, m0, v0, beta1, beta2, share1, share2, rate, small, keep)
+    b, m1, v1 = stepped(b, f * scale, m1, v1, beta1, beta2, share1, share2, rate, small, keep)
+    c, m2, v2 = stepped(c, g * scale, m2, v2, beta1, beta2, share1, share2, rate, small, keep)
+    d, m3, v3 = stepped(d, h * scale, m3, v3, beta1, beta2, share1, share2, rate, small, keep)
+    put(m, i, n, wide, m0, m1, m2, m3)
+    put(v, i, n, wide, v0, v1, v2, v3)
+    put(w, i, n, wide, a, b, c, d)
 
 
-@kernel("T[], T[], W[], W, W, W, W, int32, int64", threads=THREADS)
-def sgd(w, grad, buffer, lr, momentum, decay, scale, has_buffer, n):  # type: ignore[no-untyped-def]
+@kernel("T[], T[], W[], W, W, W, W, int32, int32, int64", threads=THREADS)
+def sgd(w, grad, buffer, lr, momentum, decay, scale, has_buffer, wide, n):  # type: ignore[no-untyped-def]
     """Update w, and the buffer of momentum if there is one."""
-    first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-    for k in range(FOUR):
-        i = first + k * THREADS
-        if i < n:
-            old = widen(w[i])
-            b = widen(grad[i]) * scale + decay * old
-            if has_buffer:
-                b += momentum * buffer[i]
-                buffer[i] = b
-            w[i] = narrow(old - lr * b, w)
+    i, none = mine(), constant(0, w)
+    a, b, c, d = take(w, i, n, wide, none)
+    e, f, g, h = take(grad, i, n, wide, none)
+    e, f = e * scale + decay * a, f * scale + decay * b
+    g, h = g * scale + decay * c, h * scale + decay * d
+    if has_buffer:
+        p, q, r, s = take(buffer, i, n, wide, none)
+        e, f, g, h = e + momentum * p, f + momentum * q, g + momentum * r, h + momentum * s
+        put(buffer, i, n, wide, e, f, g, h)
+    put(w, i, n, wide, a - lr * e, b - lr * f, c - lr * g, d - lr * h)
 
 
 def adamw_step_cuda(

@@ -6,18 +6,8 @@ On the CPU by NumPy's cast; on a GPU a kernel for each pair of types.
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, is_device, module_of
-from mpipar.kernels.device import (
-    BITS,
-    FLOATS,
-    FOUR,
-    THREADS,
-    Kernel,
-    cuda,
-    elementwise,
-    kernel,
-    narrow,
-    widen,
-)
+from mpipar.kernels.device import BITS, FLOATS, THREADS, Kernel, constant, kernel
+from mpipar.kernels.fours import elementwise, mine, put, take
 
 
 def reference(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
@@ -28,15 +18,13 @@ def reference(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
 def _of(source: str) -> Kernel:
     """Make the kernel that reads this type."""
 
-    def to(x, y, scale, n):  # type: ignore[no-untyped-def]
-        first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-        for k in range(FOUR):
-            i = first + k * THREADS
-            if i < n:
-                y[i] = narrow(widen(x[i]) * scale, y)
+    def to(x, y, scale, wide, n):  # type: ignore[no-untyped-def]
+        i = mine()
+        a, b, c, d = take(x, i, n, wide, constant(0, x))
+        put(y, i, n, wide, a * scale, b * scale, c * scale, d * scale)
 
     to.__name__ = f"{source}_to"
-    return kernel(f"{BITS.get(source, source)}[], T[], W, int64", threads=THREADS)(to)
+    return kernel(f"{BITS.get(source, source)}[], T[], W, int32, int64", threads=THREADS)(to)
 
 
 FROM = {source: _of(source) for source in FLOATS}

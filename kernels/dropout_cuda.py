@@ -3,25 +3,34 @@
 import numpy as np
 
 from mpipar.arrays import Array, module
-from mpipar.kernels.device import FOUR, THREADS, blocks, cuda, kernel
+from mpipar.kernels.device import THREADS, device, kernel
+from mpipar.kernels.fours import elementwise, mine, put, take
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1, MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 S30, S27, S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-@kernel("uint8[], uint64[], int32, uint64, uint64, int64", dtypes=("uint64",), threads=THREADS)
-def keep(kept, index, has_index, key, limit, n):  # type: ignore[no-untyped-def]
-    """Write 1 where bits(key, index) >= limit (SplitMix64 in counter mode)."""
-    first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-    for k in range(FOUR):
-        i = first + k * THREADS
-        if i < n:
-            at = index[i] if has_index else np.uint64(i)
-            z = at * GOLDEN + key
-            z = (z ^ (z >> S30)) * MIX1
-            z = (z ^ (z >> S27)) * MIX2
-            kept[i] = (z ^ (z >> S31)) >= limit
+@device
+def bit(at, key, limit):  # type: ignore[no-untyped-def]
+    """Return 1 where bits(key, at) >= limit (SplitMix64 in counter mode)."""
+    z = np.uint64(at) * GOLDEN + key
+    z = (z ^ (z >> S30)) * MIX1
+    z = (z ^ (z >> S27)) * MIX2
+    return np.uint8((z ^ (z >> S31)) >= limit)
+
+
+@kernel(
+    "uint8[], uint64[], int32, uint64, uint64, int32, int64", dtypes=("uint64",), threads=THREADS
+)
+def keep(kept, index, has_index, key, limit, wide, n):  # type: ignore[no-untyped-def]
+    """Write which elements are kept."""
+    i = mine()
+    a, b, c, d = np.uint64(i), np.uint64(i + 1), np.uint64(i + 2), np.uint64(i + 3)
+    if has_index:
+        a, b, c, d = take(index, i, n, wide, a)
+    bits = bit(a, key, limit), bit(b, key, limit), bit(c, key, limit), bit(d, key, limit)
+    put(kept, i, n, wide, bits[0], bits[1], bits[2], bits[3])
 
 
 def keep_cuda(shape: tuple[int, ...], p: float, key: int, index: Array | None) -> Array:
@@ -32,6 +41,5 @@ def keep_cuda(shape: tuple[int, ...], p: float, key: int, index: Array | None) -
     if index is not None:
         some = xp.ascontiguousarray(xp.broadcast_to(xp.asarray(index, np.uint64), shape))
     bits = kept.view(np.uint8)
-    settings = int(index is not None), key, limit, kept.size
-    keep(blocks(kept.size, THREADS * FOUR), THREADS, bits, some, *settings, dtype="uint64")
+    elementwise(keep, bits, some, int(index is not None), key, limit, dtype="uint64")
     return kept

@@ -1,6 +1,7 @@
 """y_n = w[id_n]; backward: dw[v] = sum of dy_n over all n with id_n = v.
 
-The sum runs in the order of n, so it is the same in every run.
+The sum runs in the order of n, so it is the same in every run.  The forms `_held` are for a part of
+a table: ids outside 0..num-1 are held by others.
 """
 
 import numpy as np
@@ -49,6 +50,19 @@ def gather(w: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.take(w, ids, axis=0)
 
 
+def gather_held(w: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the rows (..., D) of w (num, D) at ids (...), zeros for those outside 0..num-1."""
+    if is_device(w):
+        return gather_cuda(w, ids)
+    held = (ids >= 0) & (ids < len(w))
+    if held.all():
+        return gather(w, ids)
+    host("embedding", ids)
+    out = np.zeros((*ids.shape, w.shape[1]), w.dtype)
+    out[held] = w[ids[held]]
+    return out
+
+
 def scatter_add(g: np.ndarray, ids: np.ndarray, num: int) -> np.ndarray:
     """Return dw (num, D): the sum of the rows of g (..., D) at each of ids (...)."""
     if is_device(g):
@@ -60,3 +74,12 @@ def scatter_add(g: np.ndarray, ids: np.ndarray, num: int) -> np.ndarray:
         scatter_add_loop(g, places, dw, places.size, g.shape[-1])
         return dw
     return scatter_add_cpu(g, ids, num)
+
+
+def scatter_add_held(g: np.ndarray, ids: np.ndarray, num: int) -> np.ndarray:
+    """Return dw (num, D), without the rows of g at ids outside 0..num-1."""
+    if is_device(g):
+        return scatter_add_cuda(g, ids, num)
+    host("embedding", ids)
+    held = (ids >= 0) & (ids < num)
+    return scatter_add(g[held], ids[held], num)

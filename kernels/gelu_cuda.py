@@ -1,19 +1,10 @@
-"""GELU on a GPU (the formulas: kernels/gelu.py): a thread computes four elements, 256 apart."""
+"""GELU on a GPU (the formulas: kernels/gelu.py)."""
 
 import math
 
 from mpipar.arrays import Array, module_of
-from mpipar.kernels.device import (
-    FOUR,
-    THREADS,
-    constant,
-    cuda,
-    device,
-    elementwise,
-    kernel,
-    narrow,
-    widen,
-)
+from mpipar.kernels.device import THREADS, constant, device, kernel
+from mpipar.kernels.fours import elementwise, mine, put, take
 
 ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715
 FAR = 80  # e^80 is a float32; 1 / (1 + e^80) counts as 0
@@ -50,24 +41,23 @@ def slope(x, exact, array):  # type: ignore[no-untyped-def]
     return s + x * s * (one - s) * inner
 
 
-@kernel("T[], T[], int32, int64", threads=THREADS)
-def forward(x, y, exact, n):  # type: ignore[no-untyped-def]
+@kernel("T[], T[], int32, int32, int64", threads=THREADS)
+def forward(x, y, exact, wide, n):  # type: ignore[no-untyped-def]
     """Write y."""
-    first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-    for k in range(FOUR):
-        i = first + k * THREADS
-        if i < n:
-            y[i] = narrow(value(widen(x[i]), exact, x), y)
+    i = mine()
+    a, b, c, d = take(x, i, n, wide, constant(0, x))
+    a, b, c, d = value(a, exact, x), value(b, exact, x), value(c, exact, x), value(d, exact, x)
+    put(y, i, n, wide, a, b, c, d)
 
 
-@kernel("T[], T[], T[], int32, int64", threads=THREADS)
-def backward(g, x, dx, exact, n):  # type: ignore[no-untyped-def]
+@kernel("T[], T[], T[], int32, int32, int64", threads=THREADS)
+def backward(g, x, dx, exact, wide, n):  # type: ignore[no-untyped-def]
     """Write g dy/dx."""
-    first = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-    for k in range(FOUR):
-        i = first + k * THREADS
-        if i < n:
-            dx[i] = narrow(widen(g[i]) * slope(widen(x[i]), exact, x), dx)
+    i, none = mine(), constant(0, x)
+    a, b, c, d = take(x, i, n, wide, none)
+    e, f, u, v = take(g, i, n, wide, none)
+    a, b, c, d = slope(a, exact, x), slope(b, exact, x), slope(c, exact, x), slope(d, exact, x)
+    put(dx, i, n, wide, e * a, f * b, u * c, v * d)
 
 
 def forward_cuda(x: Array, approximate: str) -> Array:

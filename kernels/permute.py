@@ -18,6 +18,7 @@ import numpy as np
 from mpipar.arrays import Array, is_device, module_of
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 from mpipar.kernels.device import blocks, cuda, device, kernel
+from mpipar.kernels.fours import pointer
 from mpipar.kernels.ptx import address, load4, store4
 
 THREADS = 256
@@ -173,8 +174,7 @@ def _rows(out: Array, x: Array, dims: list[Dim], width: int) -> None:
         rule = "at most 2^32 elements are copied at once on a GPU"
         raise ConfigError(explain("x.shape", x.shape, rule, "Copy it in parts"))
     steps = [stride for d in dims for stride in (d.out, d.x)]
-    aligned = all(n * item % SIXTEEN == 0 for n in [width, *steps])
-    wide = aligned and all(_pointer(a) % SIXTEEN == 0 for a in (out, x))
+    wide = all(n * item % SIXTEEN == 0 for n in [width, *steps]) and aligned(out, x)
     word, unit = ("uint32", SIXTEEN) if wide else (WORDS[item], item)
     step = np.dtype(word).itemsize
     strides = [d.out * item // step for d in outer] + [d.x * item // step for d in outer]
@@ -220,5 +220,6 @@ def _flat(a: Array, word: str) -> Array:
     return strided(a, (span,), (item,)).view(word)
 
 
-def _pointer(a: Array) -> int:
-    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
+def aligned(*arrays: Array) -> bool:
+    """Say whether all of them begin where 16 bytes can be read at once."""
+    return all(pointer(a) % SIXTEEN == 0 for a in arrays)

@@ -7,18 +7,8 @@ from collections.abc import Sequence
 
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.kernels.cast import cast
-from mpipar.kernels.device import (
-    FLOATS,
-    FOUR,
-    THREADS,
-    WHOLE,
-    cuda,
-    device,
-    elementwise,
-    kernel,
-    narrow,
-    widen,
-)
+from mpipar.kernels.device import FLOATS, THREADS, WHOLE, device, kernel
+from mpipar.kernels.fours import elementwise, mine, put, take
 
 AT_ONCE = 8
 OPERATIONS = {"add": 0, "maximum": 1, "minimum": 2, "multiply": 3}  # names of NumPy's ufuncs
@@ -37,39 +27,46 @@ def combined(a, b, op):  # type: ignore[no-untyped-def]
     return a * b
 
 
-TAKES = ", ".join(["T[]"] * AT_ONCE + ["W[]", "T[]", "int32", "int32", "int32", "W", "int64"])
+@device
+def more(sums, x, i, n, wide, op):  # type: ignore[no-untyped-def]
+    """Return four numbers combined with elements i to i + 3 of x."""
+    a, b, c, d = sums
+    e, f, g, h = take(x, i, n, wide, a)
+    return combined(a, e, op), combined(b, f, op), combined(c, g, op), combined(d, h, op)
 
 
-@kernel(TAKES, dtypes=DTYPES, threads=THREADS, fast=False)
-def fold(x0, x1, x2, x3, x4, x5, x6, x7, total, out, count, op, ends, divisor, n):  # type: ignore[no-untyped-def]
+TAKES = ["T[]"] * AT_ONCE + ["W[]", "T[]", "int32", "int32", "int32", "W", "int32", "int64"]
+
+
+@kernel(", ".join(TAKES), dtypes=DTYPES, threads=THREADS, fast=False)
+def fold(x0, x1, x2, x3, x4, x5, x6, x7, total, out, count, op, ends, divisor, wide, n):  # type: ignore[no-untyped-def]
     """Combine `count` operands; bit 0 of `ends`: the first ones, bit 1: the last ones."""
-    start = cuda.blockIdx.x * (THREADS * FOUR) + cuda.threadIdx.x
-    for k in range(FOUR):
-        i = start + k * THREADS
-        if i < n:
-            a = widen(x0[i])
-            if not ends & 1:
-                a = combined(total[i], a, op)
-            if count > 1:
-                a = combined(a, widen(x1[i]), op)
-            if count > 2:
-                a = combined(a, widen(x2[i]), op)
-            if count > 3:
-                a = combined(a, widen(x3[i]), op)
-            if count > 4:
-                a = combined(a, widen(x4[i]), op)
-            if count > 5:
-                a = combined(a, widen(x5[i]), op)
-            if count > 6:
-                a = combined(a, widen(x6[i]), op)
-            if count > 7:
-                a = combined(a, widen(x7[i]), op)
-            if not ends & 2:
-                total[i] = a
-            elif divisor != 1:
-                out[i] = narrow(a / divisor, out)
-            else:
-                out[i] = narrow(a, out)
+    i = mine()
+    if ends & 1:
+        s = take(x0, i, n, wide, divisor)
+    else:
+        s = more(take(total, i, n, wide, divisor), x0, i, n, wide, op)
+    if count > 1:
+        s = more(s, x1, i, n, wide, op)
+    if count > 2:
+        s = more(s, x2, i, n, wide, op)
+    if count > 3:
+        s = more(s, x3, i, n, wide, op)
+    if count > 4:
+        s = more(s, x4, i, n, wide, op)
+    if count > 5:
+        s = more(s, x5, i, n, wide, op)
+    if count > 6:
+        s = more(s, x6, i, n, wide, op)
+    if count > 7:
+        s = more(s, x7, i, n, wide, op)
+    a, b, c, d = s
+    if not ends & 2:
+        put(total, i, n, wide, a, b, c, d)
+    elif divisor != 1:
+        put(out, i, n, wide, a / divisor, b / divisor, c / divisor, d / divisor)
+    else:
+        put(out, i, n, wide, a, b, c, d)
 
 
 def fold_cuda(name: str, operands: Sequence[Array], out: Array, divisor: float = 1) -> None:

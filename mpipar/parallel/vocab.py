@@ -13,7 +13,6 @@ The logits of the whole vocabulary never exist on one rank.  The loss is replica
 and its gradient is local: softmax minus target on the rank's own columns.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from mpipar.autograd import Function, functional
 from mpipar.autograd.record import array
 from mpipar.autograd.tensor import check_float
 from mpipar.errors import BufferMismatchError, ConfigError, explain
+from mpipar.kernels import cross_entropy_cut as cut
 from mpipar.kernels import embedding as rows_of
-from mpipar.kernels.blocks import row_blocks, row_max, row_sums, widen
 from mpipar.nn import init
 from mpipar.nn.embedding import check_ids
 from mpipar.nn.linear import check_full, check_scale, check_size, join
@@ -136,18 +135,13 @@ class _Lookup(Function):
     @staticmethod
     def forward(ctx: Any, weight: Array, ids: Array, start: int) -> Array:
         """Copy the rows held here."""
-        flat, ctx.num = ids.reshape(-1), len(weight)
-        mine = module_of(ids).flatnonzero((flat >= start) & (flat < start + ctx.num))
-        ctx.mine, ctx.rows = beside(mine, weight), beside(flat[mine] - start, weight)
-        out = module_of(weight).zeros((flat.size, weight.shape[1]), weight.dtype)
-        out[ctx.mine] = weight[ctx.rows]
-        return out.reshape((*ids.shape, weight.shape[1]))
+        ctx.ids, ctx.num = beside(ids.astype(np.int64, copy=False) - start, weight), len(weight)
+        return rows_of.gather_held(weight, ctx.ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Array) -> tuple[Array, None, None]:
         """Add the gradients of equal ids."""
-        rows = grad.reshape(-1, grad.shape[-1])[ctx.mine]
-        return rows_of.scatter_add(rows, ctx.rows, ctx.num), None, None
+        return rows_of.scatter_add_held(grad, ctx.ids, ctx.num), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -203,19 +197,17 @@ class _CrossEntropy(Function):
     ) -> Array:
         """Exchange the maxima, then the sums."""
         xp = module_of(logits)
-        goal = targets.reshape(-1)  # (N,), on the host or not
+        goal = targets.reshape(-1).astype(np.int64, copy=False)  # (N,), on the host or not
         z = logits.reshape(len(goal), logits.shape[-1])  # (N, V/p)
         top, sizes = _maxima(z, comm)
         vocab, start = sum(sizes), sum(sizes[: comm.rank])
         valid = goal != ignore_index
         check_ids("targets", goal, vocab, ignore_index)
         held = valid & (goal >= start) & (goal < start + sizes[comm.rank])
-        mine = module_of(goal).flatnonzero(held)
-        mine, column = beside(mine, z), beside(goal[mine] - start, z)
+        column = beside(module_of(goal).where(held, goal - start, -1), z)
         count = int(valid.sum()) if reduction == "mean" else 1
         valid = beside(valid, z)
-        exps, sums = _sums(z, top, smoothing)
-        sums[1, mine] = z[mine, column].astype(top.dtype) - top[mine]
+        kept, sums = cut.sums(z, top, column, smoothing)
         sums = comm.all_reduce(sums)
         lse = xp.log(sums[0])
         loss = (1.0 - smoothing) * (lse - sums[1])  # (N,)
@@ -223,7 +215,7 @@ class _CrossEntropy(Function):
             loss += smoothing * (lse - sums[2] / vocab)
         loss *= valid
         scale = valid.astype(top.dtype) / max(count, 1)  # of each row's gradient
-        ctx.save_for_backward(exps, sums[0], scale, mine, column)
+        ctx.save_for_backward(kept, top, sums[0], scale, column)
         ctx.smoothing, ctx.vocab = smoothing, vocab
         ctx.like = logits.shape, logits.dtype
         if reduction == "none":
@@ -232,18 +224,12 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Array) -> tuple[Array | None, ...]:
-        """Softmax minus the target distribution, on this rank's columns, written over exps."""
-        exps, sums, scale, mine, column = ctx.saved
-        scale = scale * module_of(exps).asarray(grad).reshape(-1)  # (N,)
-        spread = (scale * (ctx.smoothing / ctx.vocab))[:, None]
-        scale_exps = (scale / sums)[:, None]
-        for cut in _blocks(exps, exps.itemsize):
-            exps[cut] *= scale_exps[cut]
-            if ctx.smoothing:
-                exps[cut] -= spread[cut]
-        exps[mine, column] -= (1.0 - ctx.smoothing) * scale[mine]
+        """Softmax minus the target distribution, on this rank's columns."""
+        kept, top, total, scale, column = ctx.saved
+        scale = scale * module_of(kept).asarray(grad).reshape(-1)  # (N,)
         shape, dtype = ctx.like
-        return exps.astype(dtype, copy=False).reshape(shape), None, None, None, None, None
+        dz = cut.slope(kept, top, total, scale, column, ctx.smoothing, ctx.vocab, dtype)
+        return dz.reshape(shape), None, None, None, None, None
 
 
 def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
@@ -253,32 +239,10 @@ def _maxima(z: Array, comm: Communicator) -> tuple[Array, tuple[int, ...]]:
     """
     xp = module_of(z)
     message = xp.full(len(z) + comm.size, -np.inf, compute_dtype(z.dtype))
-    if z.shape[1]:
-        for cut in _blocks(z, message.itemsize):
-            message[cut.start : cut.stop] = row_max(widen(z[cut]))[:, 0]
+    message[: len(z)] = cut.maxima(z)
     message[len(z) + comm.rank] = z.shape[1]
     message = comm.all_reduce(message, op="max")
     sizes = message[len(z) :]
     if is_device(sizes):
         sizes = module("cuda").asnumpy(sizes)
     return message[: len(z)], tuple(int(n) for n in sizes)
-
-
-def _blocks(x: Array, itemsize: int) -> Iterable[slice]:
-    """Return the blocks of rows of x (N, D) that are worked on at a time: on a GPU all at once."""
-    return [slice(0, len(x))] if is_device(x) else row_blocks(len(x), x.shape[1], itemsize)
-
-
-def _sums(z: Array, top: Array, smoothing: float) -> tuple[Array, Array]:
-    """Return exp(z - top) (N, V/p), and [their sum, 0, sum of z - top if smoothing] (2 or 3, N)."""
-    xp = module_of(z)
-    exps = xp.empty(z.shape, top.dtype)
-    sums = xp.zeros((3 if smoothing else 2, len(z)), top.dtype)
-    for cut in _blocks(z, top.itemsize):
-        part = exps[cut]
-        xp.subtract(z[cut], top[cut, None], out=part, dtype=top.dtype)
-        if smoothing:
-            sums[2, cut] = row_sums(part)
-        xp.exp(part, out=part)
-        sums[0, cut] = row_sums(part)
-    return exps, sums

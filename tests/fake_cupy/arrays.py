@@ -241,6 +241,7 @@ _SAME = [
     "take_along_axis",
     "cumsum",
     "argsort",
+    "bincount",
     "count_nonzero",
     "logical_and",
     "logical_or",

@@ -10,14 +10,16 @@ import numpy as np
 from tests.fake_cupy.arrays import _arrays, _lifted, ndarray, used
 
 OPERATIONS = (
-    *("adamw", "attention", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm"),
-    *("matmul", "merge", "permute", "reduce", "rms_norm", "rotary", "sgd", "silu", "softmax"),
+    *("adamw", "attention", "cross_entropy", "cross_entropy_cut", "dropout", "embedding", "gelu"),
+    *("layer_norm", "matmul", "merge", "permute", "reduce", "rms_norm", "rotary", "sgd", "silu"),
+    "softmax",
 )
 # what they write to: arguments
 IN_PLACE = {"adamw_step": slice(None), "sgd_step": slice(None), "merge": slice(None)}
 IN_PLACE |= {"fold": slice(2, 3), "assign": slice(1)}
 USERS = ("mpipar.optim.adam", "mpipar.optim.sgd", "mpipar.parallel.context.ring")
 USERS += ("mpipar.comm.binding", "mpipar.comm.device_run")
+USERS += ("mpipar.parallel.experts.operations", "mpipar.parallel.experts.routing")
 
 
 def _opened(x: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpipar import rng
-from mpipar.arrays import Array
+from mpipar.arrays import Array, module_of
 from mpipar.autograd import Function, Tensor, is_grad_enabled
 from mpipar.nn.dropout import row_index
 from mpipar.parallel.experts.moe import MoE
@@ -77,7 +77,7 @@ class _WithLoss(Function):
     @staticmethod
     def forward(ctx: Any, y: Array, loss: Array, weight: float) -> Array:
         """Remember the gradient."""
-        ctx.grad = np.full(loss.shape, weight, loss.dtype)
+        ctx.grad = module_of(loss).full(loss.shape, weight, loss.dtype)
         return y
 
     @staticmethod

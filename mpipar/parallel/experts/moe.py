@@ -32,12 +32,13 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import compute_dtype, is_sixteen_bit
+from mpipar.arrays import Array, beside, compute_dtype, is_sixteen_bit, module_of
 from mpipar.autograd import Tensor
 from mpipar.autograd import functional as F
 from mpipar.autograd.record import array
 from mpipar.comm.agreement import agree
 from mpipar.comm.buffers import DTYPES
+from mpipar.comm.device import read
 from mpipar.errors import BufferMismatchError, ConfigError, MpiparError, explain
 from mpipar.nn import init
 from mpipar.nn.linear import check_scale, check_size, join
@@ -184,7 +185,8 @@ class MoE(Module):
         if problem is None:
             tokens = (x if isinstance(x, Tensor) else Tensor(x)).reshape(-1, self.dim)  # (T, C)
         else:  # take part in telling the others
-            tokens = Tensor(np.zeros((0, self.dim), self.router.dtype))
+            xp = module_of(self.router.data)
+            tokens = Tensor(xp.zeros((0, self.dim), self.router.dtype))
         scores = F.softmax(_widened(F.linear(tokens, self.router)))  # (T, E)
         choice = choose(scores.data, self.k)  # (T, k)
         plan, total = self._plan(choice, array(x).dtype, index, problem)
@@ -200,10 +202,14 @@ class MoE(Module):
         return y.reshape(*x.shape)
 
     def _plan(
-        self, choice: np.ndarray, dtype: np.dtype, index: Any, problem: MpiparError | None
+        self, choice: Array, dtype: np.dtype, index: Any, problem: MpiparError | None
     ) -> tuple[Plan, int]:
-        """Tell all ranks how many tokens go where; return the plan, and the number of tokens."""
-        numbers = np.bincount(choice.reshape(-1), minlength=self.experts).tolist()
+        """Tell all ranks how many tokens go where; return the plan, and the number of tokens.
+
+        The numbers are read on the host: on a GPU this waits for it.  So are the choices, if
+        experts can be full.
+        """
+        numbers = module_of(choice).bincount(choice.reshape(-1), minlength=self.experts).tolist()
         kind = 0 if problem else DTYPES.index(dtype.name)
         facts = {"dtype": kind, "index": int(index is not None), "tokens": len(choice)}
         facts["training"] = int(self.training)  # the block drops tokens only then
@@ -214,15 +220,17 @@ class MoE(Module):
         counts = np.array([table[one] for one in told]).T  # (ranks of over, E)
         self.load, total = counts.sum(0), sum(table["tokens"])
         capacity = self._limit(total)
-        if capacity is None:
-            keep, kept = np.ones(choice.shape, bool), counts
-        elif index is None:
-            keep, kept = within_capacity(choice, counts, capacity, self.over.rank)
-        else:
-            flat = array(index).reshape(-1)
-            keep, kept = within_capacity_by_index(
-                choice, flat, table["tokens"], capacity, self.over, self.experts
-            )
+        keep, kept = None, counts
+        if capacity is not None:
+            here = read(choice)
+            if index is None:
+                keep, kept = within_capacity(here, counts, capacity, self.over.rank)
+            else:
+                flat = read(array(index)).reshape(-1)
+                keep, kept = within_capacity_by_index(
+                    here, flat, table["tokens"], capacity, self.over, self.experts
+                )
+            keep = beside(keep, choice)
         self.dropped = int(counts.sum() - kept.sum())
         return make_plan(choice, keep, kept[self._rows_of_over], self.comm), total
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpipar import partition
-from mpipar.arrays import compute_dtype
+from mpipar.arrays import Array, beside, compute_dtype, module_of
 from mpipar.autograd import Function
+from mpipar.kernels.embedding import gather, gather_held
+from mpipar.kernels.matmul import matmul
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.experts.routing import Plan
 
@@ -25,20 +27,19 @@ class Dispatch(Function):
     collective = True
 
     @staticmethod
-    def forward(ctx: Any, x: np.ndarray, plan: Plan) -> np.ndarray:
+    def forward(ctx: Any, x: Array, plan: Plan) -> Array:
         """Send a copy of each token to each of its experts."""
         ctx.plan = plan
-        return plan.to_experts(x[plan.tokens])
+        return plan.to_experts(gather(x, plan.tokens))
 
     @staticmethod
-    def backward(ctx: Any, grad: np.ndarray) -> tuple[np.ndarray, None]:
+    def backward(ctx: Any, grad: Array) -> tuple[Array, None]:
         """Add the gradients of a token's copies."""
         plan: Plan = ctx.plan
-        back = plan.to_tokens(grad)
-        total = np.zeros((len(plan.places), grad.shape[1]), compute_dtype(grad.dtype))
+        back, wide = plan.to_tokens(grad), compute_dtype(grad.dtype)
+        total = module_of(grad).zeros((len(plan.places), grad.shape[1]), wide)
         for places in plan.places.T:
-            at = np.flatnonzero(places >= 0)
-            total[at] += back[places[at]]
+            total += gather_held(back, places).astype(wide, copy=False)
         return total, None
 
 
@@ -48,30 +49,29 @@ class Combine(Function):
     collective = True
 
     @staticmethod
-    def forward(ctx: Any, out: np.ndarray, weights: np.ndarray, plan: Plan) -> np.ndarray:
+    def forward(ctx: Any, out: Array, weights: Array, plan: Plan) -> Array:
         """Bring the experts' rows (R, C) back, and add them by weights (T, k)."""
-        rows = plan.to_tokens(out)
-        y = np.zeros((len(weights), out.shape[1]), compute_dtype(out.dtype))
+        rows, wide = plan.to_tokens(out), compute_dtype(out.dtype)
+        y = module_of(out).zeros((len(weights), out.shape[1]), wide)
         for places, weight in zip(plan.places.T, weights.T, strict=True):
-            at = np.flatnonzero(places >= 0)
-            y[at] += rows[places[at]] * weight[at, None].astype(y.dtype)
+            y += gather_held(rows, places).astype(wide, copy=False) * weight[:, None].astype(wide)
         ctx.plan = plan
         ctx.save_for_backward(rows, weights)
         return y.astype(out.dtype, copy=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
+    def backward(ctx: Any, grad: Array) -> tuple[Array, Array, None]:
         """Send w_tj dy_t to the experts; the gradient of w_tj is dy_t . row."""
         plan: Plan = ctx.plan
         rows, weights = ctx.saved
-        wide = compute_dtype(grad.dtype)
-        back = np.empty(rows.shape, rows.dtype)
-        dweights = np.zeros(weights.shape, wide)
+        xp, wide = module_of(grad), compute_dtype(grad.dtype)
+        dy = grad.astype(wide, copy=False)
+        dweights = xp.empty(weights.shape, wide)
         for choice, places in enumerate(plan.places.T):
-            at = np.flatnonzero(places >= 0)
-            dy = grad[at].astype(wide, copy=False)
-            dweights[at, choice] = np.einsum("tc,tc->t", dy, rows[places[at]].astype(wide))
-            back[places[at]] = dy * weights[at, choice, None].astype(wide)
+            row = gather_held(rows, places).astype(wide, copy=False)
+            dweights[:, choice] = xp.einsum("tc,tc->t", dy, row)
+        share = xp.take(weights.reshape(-1), plan.sent)[:, None].astype(wide)
+        back = (gather(dy, plan.tokens) * share).astype(rows.dtype, copy=False)
         return plan.to_experts(back), dweights, None
 
 
@@ -79,26 +79,24 @@ class GroupedLinear(Function):
     """Rows (R, in), sizes[e] for expert e, times the expert's weight: w (E, out, in), (R, out)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: np.ndarray, w: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    def forward(ctx: Any, rows: Array, w: Array, sizes: tuple[int, ...]) -> Array:
         """Multiply each expert's rows by its own weight."""
         ctx.save_for_backward(rows, w)
         ctx.cuts = _cuts(sizes)
-        wide = compute_dtype(rows.dtype)
-        y = np.empty((len(rows), w.shape[1]), rows.dtype)
+        y = module_of(rows).empty((len(rows), w.shape[1]), rows.dtype)
         for expert, cut in ctx.cuts:
-            y[cut] = rows[cut].astype(wide, copy=False) @ w[expert].T.astype(wide, copy=False)
+            matmul(rows[cut], w[expert], transpose_b=True, out=y[cut])
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
+    def backward(ctx: Any, grad: Array) -> tuple[Array, Array, None]:
         """dx = dy w and dw = dy^T x of each expert; zeros for one without rows."""
         rows, w = ctx.saved
-        wide = compute_dtype(rows.dtype)
-        dx, dw = np.empty(rows.shape, rows.dtype), np.zeros(w.shape, w.dtype)
+        xp = module_of(rows)
+        dx, dw = xp.empty(rows.shape, rows.dtype), xp.zeros(w.shape, w.dtype)
         for expert, cut in ctx.cuts:
-            dy = grad[cut].astype(wide, copy=False)
-            dx[cut] = dy @ w[expert].astype(wide, copy=False)
-            dw[expert] = dy.T @ rows[cut].astype(wide, copy=False)
+            matmul(grad[cut], w[expert], out=dx[cut])
+            matmul(grad[cut], rows[cut], transpose_a=True, out=dw[expert])
         return dx, dw, None
 
 
@@ -112,16 +110,17 @@ class Pick(Function):
     """The elements of x (T, E) at `choice` (T, k), which are different in each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    def forward(ctx: Any, x: Array, choice: Array) -> Array:
         """Take them."""
         ctx.choice, ctx.like = choice, x.shape
-        return np.take_along_axis(x, choice, 1)
+        return module_of(x).take_along_axis(x, choice, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: np.ndarray) -> tuple[np.ndarray, None]:
+    def backward(ctx: Any, grad: Array) -> tuple[Array, None]:
         """Put their gradients back."""
-        dx = np.zeros(ctx.like, grad.dtype)
-        np.put_along_axis(dx, ctx.choice, grad, 1)
+        xp = module_of(grad)
+        dx = xp.zeros(ctx.like, grad.dtype)
+        xp.put_along_axis(dx, ctx.choice, grad, 1)
         return dx, None
 
 
@@ -137,18 +136,19 @@ class Balance(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, probabilities: np.ndarray, shares: np.ndarray, total: int, over: Communicator
-    ) -> np.ndarray:
+        ctx: Any, probabilities: Array, shares: np.ndarray, total: int, over: Communicator
+    ) -> Array:
         """Add up the probabilities (T, E) of all ranks, in float64."""
         sums = probabilities.sum(0, dtype=np.float64)
         if over.size > 1:
             sums = over.all_reduce(sums)
-        ctx.each = len(shares) * shares / max(total, 1)  # (E,)
+        ctx.each = beside(len(shares) * shares / max(total, 1), sums)  # (E,)
         ctx.like = probabilities.shape, probabilities.dtype
-        return np.asarray(ctx.each @ sums, probabilities.dtype)
+        return module_of(sums).asarray(ctx.each @ sums, probabilities.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: np.ndarray) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Array) -> tuple[Any, ...]:
         """The same for every token."""
         shape, dtype = ctx.like
-        return np.broadcast_to((grad * ctx.each).astype(dtype), shape), None, None, None
+        each = (grad * ctx.each).astype(dtype)
+        return module_of(each).broadcast_to(each, shape), None, None, None

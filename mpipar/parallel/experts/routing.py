@@ -21,71 +21,82 @@ from typing import Any
 import numpy as np
 
 from mpipar import partition
+from mpipar.arrays import Array, beside, module_of
 from mpipar.comm import collectives
+from mpipar.kernels.embedding import gather
 from mpipar.parallel.communicator import Communicator
 
 
-def choose(scores: np.ndarray, k: int) -> np.ndarray:
+def choose(scores: Array, k: int) -> Array:
     """Return the k experts of the highest scores (T, E), highest first: (T, k).
 
     Of equal ones the expert with the lower number comes first.
     """
-    return np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return module_of(scores).argsort(-scores, axis=1, kind="stable")[:, :k]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The way of this rank's tokens to the experts and back.
 
-    tokens: the token of each row that is sent, in the order of the experts.  places: where, among
-    these rows, each token's choices are (T, k); -1 where the expert was full.  counts[i][j]: rows
-    from rank i to rank j.  order: the places of the rows that came, in the order of the experts.
-    sizes: how many came for each expert of this rank.
+    sent: the choice of each row that is sent, counted through all tokens, in the order of the
+    experts; tokens: its token.  places: where, among these rows, each token's choices are (T, k);
+    -1 where the expert was full.  counts[i][j]: rows from rank i to rank j.  order: the places of
+    the rows that came, in the order of the experts; back: where in that order each of them is.
+    sizes: how many came for each expert of this rank.  The arrays are integers that live where the
+    tokens do.
     """
 
     comm: Communicator
-    tokens: np.ndarray
-    places: np.ndarray
+    sent: Array
+    tokens: Array
+    places: Array
     counts: tuple[tuple[int, ...], ...]
-    order: np.ndarray
+    order: Array
+    back: Array
     sizes: tuple[int, ...]
 
-    def to_experts(self, rows: np.ndarray) -> np.ndarray:
+    def to_experts(self, rows: Array) -> Array:
         """Send the rows, in the order of the experts; return those for this rank's experts."""
         if self.comm.size > 1:
             rows = collectives.exchange(self.comm.process_group, rows, self.counts)
-        return rows[self.order]
+        return gather(rows, self.order)
 
-    def to_tokens(self, rows: np.ndarray) -> np.ndarray:
+    def to_tokens(self, rows: Array) -> Array:
         """Send back what the experts made; return it in the order in which tokens were sent."""
-        came = np.empty(rows.shape, rows.dtype)
-        came[self.order] = rows
+        came = gather(rows, self.back)
         if self.comm.size == 1:
             return came
         back = tuple(zip(*self.counts, strict=True))
         return collectives.exchange(self.comm.process_group, came, back)
 
 
-def make_plan(choice: np.ndarray, keep: np.ndarray, kept: np.ndarray, comm: Communicator) -> Plan:
-    """Return the plan for the choices (T, k) that are kept (T, k, bool).
+def make_plan(choice: Array, keep: Array | None, kept: np.ndarray, comm: Communicator) -> Plan:
+    """Return the plan for the choices (T, k) that are kept (T, k, bool; None: all).
 
-    kept: how many choices of each expert (E) every rank of `comm` keeps: (p, E).
+    kept: how many choices of each expert (E) every rank of `comm` keeps, on the host: (p, E).
     """
-    experts = choice.reshape(-1)
-    sent = np.flatnonzero(keep.reshape(-1))
-    sent = sent[np.argsort(experts[sent], kind="stable")]  # by expert, then by token
-    places = np.full(choice.size, -1)
-    places[sent] = np.arange(len(sent))
+    xp, experts = module_of(choice), choice.reshape(-1)
+    sent = xp.argsort(experts, kind="stable")  # by expert, then by token
+    if keep is not None:
+        sent = sent[keep.reshape(-1)[sent]]
+    places = xp.full(choice.size, -1, np.int64)
+    places[sent] = xp.arange(len(sent))
     cuts = [partition.block(kept.shape[1], comm.size, rank) for rank in range(comm.size)]
     counts = tuple(tuple(int(row[cut].sum()) for cut in cuts) for row in kept)
     mine = kept[:, cuts[comm.rank]]  # (p, experts of this rank)
     labels = np.concatenate([np.repeat(np.arange(mine.shape[1]), row) for row in mine])
+    order = np.argsort(labels, kind="stable")
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
     return Plan(
         comm,
+        sent,
         sent // max(choice.shape[1], 1),
         places.reshape(choice.shape),
         counts,
-        np.argsort(labels, kind="stable"),
+        beside(order, choice),
+        beside(back, choice),
         tuple(mine.sum(0).tolist()),
     )
 
