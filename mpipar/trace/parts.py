@@ -58,8 +58,12 @@ class Writer:
         """Make the file; raises OSError if that is impossible."""
         self.failure = ""
         self._file = path.open("w", encoding="utf-8")
-        self._file.write(json.dumps({"format": FORMAT, **header}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"format": FORMAT, **header}) + "\n")
+            self._file.flush()
+        except OSError:
+            self.close()
+            raise
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write rows; once that has failed, nothing more is written."""
