@@ -3,7 +3,8 @@
     whole   one kernel: the row's maximum and sum in one read, then the loss, and d in a second read
     cut     maxima | all-reduce | sums below them | all-reduce | slope (mpipar/parallel/vocab.py)
 
-Exponentials of a cut row are not kept: backward reads the logits again.
+Exponentials of a cut row are not kept: backward reads the logits again.  Kernels whose threads are
+not bounded would spill with the bound: for float64, ptxas then stops at 64 registers.
 """
 
 import math
@@ -11,33 +12,64 @@ import math
 import numpy as np
 
 from mpipar.arrays import Array, compute_dtype, module_of
-from mpipar.kernels.device import constant, cuda, kernel, narrow, widen
-from mpipar.kernels.rows_cuda import THREADS, contiguous, largest, over_rows, row_of, summed
-from mpipar.kernels.softmax_cuda import peak, power
+from mpipar.kernels.device import constant, cuda, device, kernel, widen
+from mpipar.kernels.fours import put, quads, take
+from mpipar.kernels.reduce_cuda import ADD, MAXIMUM, combined
+from mpipar.kernels.rows_cuda import THREADS, columns, contiguous, folded, over_rows, row_of
+from mpipar.kernels.softmax_cuda import below, max4, peak, power
 
 
-@kernel("T[], int64[], W[], T[], W, int64, int32, int32, int64, int64", threads=THREADS, fast=False)
-def forward(x, t, losses, d, smoothing, ignore, slope, lanes, n, v):  # type: ignore[no-untyped-def]
+@device
+def away(four, top, v, j):  # type: ignore[no-untyped-def]
+    """Return the sum of x - top of four columns from j on, of those that there are, in float64."""
+    a, b, c, e = four
+    sums = np.float64(a - top)
+    if j + 1 < v:
+        sums += np.float64(b - top)
+    if j + 2 < v:
+        sums += np.float64(c - top)
+    if j + 3 < v:
+        sums += np.float64(e - top)
+    return sums
+
+
+@device
+def sloped(four, j, target, top, share, most, even, array):  # type: ignore[no-untyped-def]
+    """Return d of four columns from j on; target: the column of the target."""
+    a, b, c, e = four
+    a, b = power(a - top, array) * share - even, power(b - top, array) * share - even
+    c, e = power(c - top, array) * share - even, power(e - top, array) * share - even
+    return (
+        a - most if j == target else a,
+        b - most if j + 1 == target else b,
+        c - most if j + 2 == target else c,
+        e - most if j + 3 == target else e,
+    )
+
+
+@kernel("T[], int64[], W[], T[], W, int64, int32, int32, int32, int64, int64", fast=False)
+def forward(x, t, losses, d, smoothing, ignore, slope, wide, lanes, n, v):  # type: ignore[no-untyped-def]
     """Write the loss of each row, and d if asked."""
     mem = cuda.shared.array(THREADS, "float64")
-    row, lane = row_of(lanes), cuda.threadIdx.x & (lanes - 1)
+    row, none = row_of(lanes), constant(0, x)
+    first, step = columns(lanes)
     at = row * v
-    top, part, plain = constant(-math.inf, x), constant(0, x), np.float64(0)
+    top, part, plain = constant(-math.inf, x), none, np.float64(0)
     if row < n:
-        top, part = peak(x, at, v, lane, lanes)
+        top, part = peak(x, at, v, wide, lanes)
         if smoothing != 0:
-            for j in range(lane, v, lanes):
-                plain += np.float64(widen(x[at + j]))
-    all_top = largest(mem, top, lanes)
+            for j in range(first, v, step):
+                plain += away(take(x, at + j, at + v, wide, none), none, v, j)
+    all_top = folded(mem, top, lanes, MAXIMUM)
     less = constant(all_top, x)
     if top != less:
         part *= power(top - less, x)
-    total = summed(mem, part, lanes)
+    total = folded(mem, part, lanes, ADD)
     if smoothing != 0:
-        plain = summed(mem, plain, lanes)
+        plain = folded(mem, plain, lanes, ADD)
     if row < n:
         target = t[row]
-        if lane == 0:
+        if first == 0:
             loss = np.float64(0)
             if target != ignore:
                 loss = math.log(total) - (1 - smoothing) * (widen(x[at + target]) - all_top)
@@ -47,69 +79,77 @@ def forward(x, t, losses, d, smoothing, ignore, slope, lanes, n, v):  # type: ig
         if slope:
             share, even = constant(1 / total, x), constant(smoothing / v, x)
             most = constant(1, x) - smoothing
-            for j in range(lane, v, lanes):
-                p = power(widen(x[at + j]) - less, x) * share - even
-                d[at + j] = narrow(p - most if j == target else p, d)
+            for j in range(first, v, step):
+                four = take(x, at + j, at + v, wide, less)
+                a, b, c, e = sloped(four, j, target, less, share, most, even, x)
+                put(d, at + j, at + v, wide, a, b, c, e)
 
 
-@kernel("W[], int64[], T[], int64, int32, int64, int64", threads=THREADS, fast=False)
-def backward(g, t, d, ignore, lanes, n, v):  # type: ignore[no-untyped-def]
+@kernel("W[], int64[], T[], int64, int32, int32, int64, int64", threads=THREADS, fast=False)
+def backward(g, t, d, ignore, wide, lanes, n, v):  # type: ignore[no-untyped-def]
     """Multiply the rows of d by g, or by 0 where the target is to be ignored."""
-    row, lane = row_of(lanes), cuda.threadIdx.x & (lanes - 1)
+    row = row_of(lanes)
+    first, step = columns(lanes)
     if row < n:
-        scale = g[row] if t[row] != ignore else constant(0, d)
-        for j in range(lane, v, lanes):
-            d[row * v + j] = narrow(widen(d[row * v + j]) * scale, d)
+        s = g[row] if t[row] != ignore else constant(0, d)
+        stop = row * v + v
+        for j in range(row * v + first, stop, step):
+            a, b, c, e = take(d, j, stop, wide, s)
+            put(d, j, stop, wide, a * s, b * s, c * s, e * s)
 
 
-@kernel("T[], W[], int32, int64, int64", threads=THREADS, fast=False)
-def maxima(x, out, lanes, n, v):  # type: ignore[no-untyped-def]
+@kernel("T[], W[], int32, int32, int64, int64", threads=THREADS, fast=False)
+def maxima(x, out, wide, lanes, n, v):  # type: ignore[no-untyped-def]
     """Write the maximum of each row."""
     mem = cuda.shared.array(THREADS, "float64")
-    row, lane = row_of(lanes), cuda.threadIdx.x & (lanes - 1)
-    top = constant(-math.inf, x)
+    row, none = row_of(lanes), constant(-math.inf, x)
+    first, step = columns(lanes)
+    top = none
     if row < n:
-        for j in range(lane, v, lanes):
-            z = widen(x[row * v + j])
-            top = top if top >= z or top != top else z  # not a number: the maximum is none
-    found = largest(mem, top, lanes)
-    if row < n and lane == 0:
+        stop = row * v + v
+        for j in range(row * v + first, stop, step):
+            top = combined(top, max4(take(x, j, stop, wide, none)), MAXIMUM)
+    found = folded(mem, top, lanes, MAXIMUM)
+    if row < n and first == 0:
         out[row] = found
 
 
-@kernel("T[], W[], int64[], W[], int32, int32, int64, int64", threads=THREADS, fast=False)
-def sums(x, top, column, out, smooth, lanes, n, v):  # type: ignore[no-untyped-def]
+@kernel("T[], W[], int64[], W[], int32, int32, int32, int64, int64", fast=False)
+def sums(x, top, column, out, smooth, wide, lanes, n, v):  # type: ignore[no-untyped-def]
     """Write each row's sum of e^(x - top), x - top at `column` or 0, and the sum of x - top."""
     mem = cuda.shared.array(THREADS, "float64")
-    row, lane = row_of(lanes), cuda.threadIdx.x & (lanes - 1)
-    part, plain, less = constant(0, x), np.float64(0), constant(0, x)
+    row, none = row_of(lanes), constant(-math.inf, x)
+    first, step = columns(lanes)
+    at, part, plain, less = row * v, constant(0, x), np.float64(0), constant(0, x)
     if row < n:
         less = top[row]
-        for j in range(lane, v, lanes):
-            z = widen(x[row * v + j]) - less
-            part += power(z, x)
-            plain += np.float64(z)
-    total = summed(mem, part, lanes)
+        for j in range(first, v, step):
+            four = take(x, at + j, at + v, wide, none)
+            part += below(four, less, x)
+            plain += away(four, less, v, j)
+    total = folded(mem, part, lanes, ADD)
     if smooth:
-        plain = summed(mem, plain, lanes)
-    if row < n and lane == 0:
+        plain = folded(mem, plain, lanes, ADD)
+    if row < n and first == 0:
         out[row] = total
         j = column[row]
-        out[n + row] = widen(x[row * v + j]) - less if j >= 0 else constant(0, x)
+        out[n + row] = widen(x[at + j]) - less if j >= 0 else constant(0, x)
         if smooth:
             out[2 * n + row] = plain
 
 
-@kernel("T[], W[], W[], W[], int64[], T[], W, W, int32, int64, int64", threads=THREADS, fast=False)
-def slope(x, top, total, scale, column, dx, most, even, lanes, n, v):  # type: ignore[no-untyped-def]
+@kernel("T[], W[], W[], W[], int64[], T[], W, W, int32, int32, int64, int64", fast=False)
+def slope(x, top, total, scale, column, dx, most, even, wide, lanes, n, v):  # type: ignore[no-untyped-def]
     """Write scale * (e^(x - top) / total - even - most [j = column])."""
-    row, lane = row_of(lanes), cuda.threadIdx.x & (lanes - 1)
+    row = row_of(lanes)
+    first, step = columns(lanes)
     if row < n:
-        share = constant(1, x) / total[row]
-        less, target, factor = top[row], column[row], scale[row]
-        for j in range(lane, v, lanes):
-            p = power(widen(x[row * v + j]) - less, x) * share - even
-            dx[row * v + j] = narrow(factor * (p - most if j == target else p), dx)
+        at, share = row * v, constant(1, x) / total[row]
+        less, target, s = top[row], column[row], scale[row]
+        for j in range(first, v, step):
+            four = take(x, at + j, at + v, wide, less)
+            a, b, c, e = sloped(four, j, target, less, share, most, even, x)
+            put(dx, at + j, at + v, wide, s * a, s * b, s * c, s * e)
 
 
 def forward_cuda(
@@ -120,14 +160,15 @@ def forward_cuda(
     x, t = contiguous(x, t.astype(np.int64, copy=False))
     losses = xp.empty(len(x), compute_dtype(x.dtype))
     d = xp.empty(x.shape if with_slope else 0, x.dtype)
-    over_rows(forward, *x.shape, x, t, losses, d, smoothing, ignore, int(with_slope))
+    how = smoothing, ignore, with_slope, quads(x.shape[1], x, d)
+    over_rows(forward, *x.shape, x, t, losses, d, *how)
     return losses, d if with_slope else None
 
 
 def backward_cuda(g: Array, d: Array, t: Array, ignore: int) -> Array:
     """Return the gradient of the logits, written over d, which is contiguous."""
     g, t = contiguous(g.astype(compute_dtype(d.dtype)), t.astype(np.int64, copy=False))
-    over_rows(backward, *d.shape, g, t, d, ignore)
+    over_rows(backward, *d.shape, g, t, d, ignore, quads(d.shape[1], d))
     return d
 
 
@@ -135,7 +176,7 @@ def maxima_cuda(x: Array) -> Array:
     """Return the maximum of each row of x (N, V/p), float32 or wider: -inf of no columns."""
     (x,) = contiguous(x)
     out = module_of(x).empty(len(x), compute_dtype(x.dtype))
-    over_rows(maxima, *x.shape, x, out)
+    over_rows(maxima, *x.shape, x, out, quads(x.shape[1], x))
     return out
 
 
@@ -147,7 +188,7 @@ def sums_cuda(x: Array, top: Array, column: Array, smoothing: float) -> Array:
     """
     x, top, column = contiguous(x, top, column)
     out = module_of(x).empty((3 if smoothing else 2, len(x)), top.dtype)
-    over_rows(sums, *x.shape, x, top, column, out, int(smoothing != 0))
+    over_rows(sums, *x.shape, x, top, column, out, smoothing != 0, quads(x.shape[1], x))
     return out
 
 
@@ -160,6 +201,7 @@ def slope_cuda(
     where it is ignored.  vocab: V.
     """
     x, top, total, scale, column = contiguous(x, top, total, scale, column)
-    dx, how = module_of(x).empty(x.shape, x.dtype), (1 - smoothing, smoothing / vocab)
+    dx = module_of(x).empty(x.shape, x.dtype)
+    how = 1 - smoothing, smoothing / vocab, quads(x.shape[1], x, dx)
     over_rows(slope, *x.shape, x, top, total, scale, column, dx, *how)
     return dx

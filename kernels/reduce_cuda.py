@@ -11,18 +11,19 @@ from mpipar.kernels.device import FLOATS, THREADS, WHOLE, device, kernel
 from mpipar.kernels.fours import elementwise, mine, put, take
 
 AT_ONCE = 8
-OPERATIONS = {"add": 0, "maximum": 1, "minimum": 2, "multiply": 3}  # names of NumPy's ufuncs
+ADD, MAXIMUM, MINIMUM, MULTIPLY = range(4)
+OPERATIONS = {"add": ADD, "maximum": MAXIMUM, "minimum": MINIMUM, "multiply": MULTIPLY}  # ufuncs
 DTYPES = (*FLOATS, *WHOLE)
 
 
 @device
 def combined(a, b, op):  # type: ignore[no-untyped-def]
     """Return a and b combined; NaN wins over any maximum."""
-    if op == 0:
+    if op == ADD:
         return a + b
-    if op == 1:
+    if op == MAXIMUM:
         return b if b > a or b != b else a
-    if op == 2:
+    if op == MINIMUM:
         return b if b < a or b != b else a
     return a * b
 

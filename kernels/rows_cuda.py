@@ -1,6 +1,7 @@
 """What the CUDA kernels on rows (n, d) share: some lanes a row, and sums over lanes and columns.
 
-    lanes = 32     a block of 256 threads has 8 rows; lane k has columns k, k + 32, k + 64, ...
+    lanes = 32     a block of 256 threads has 8 rows; lane k has columns 4k to 4k + 3, and those
+                   128, 256, ... further on, read four at a time (fours.py)
     lanes = 256    rows of more than SHORT columns: one each block
 
 Lanes add up in shared memory by halves, in float64, always in the same order, so results are the
@@ -9,8 +10,12 @@ same bits in every run.  The simulator has no shuffles, so there are none here.
 
 from typing import Any
 
+import numpy as np
+
 from mpipar.arrays import Array, compute_dtype, module_of
 from mpipar.kernels.device import blocks, constant, cuda, device, kernel, narrow
+from mpipar.kernels.fours import FOUR
+from mpipar.kernels.reduce_cuda import combined
 
 THREADS, WARP = 256, 32
 SHORT = 1024  # columns
@@ -19,15 +24,15 @@ CHUNK, CHUNKS = 16, 128  # rows that are summed by one block, at least; most blo
 
 
 @device
-def summed(mem, value, lanes):  # type: ignore[no-untyped-def]
-    """Return the sum of the values of a row's lanes, float64; mem: a number a thread."""
+def folded(mem, value, lanes, op):  # type: ignore[no-untyped-def]
+    """Return the sum or maximum of the values of a row's lanes, float64; mem: a number a thread."""
     t = cuda.threadIdx.x
     mem[t] = value
     cuda.syncthreads()
     half = lanes // 2
     while half > 0:
         if (t & (lanes - 1)) < half:
-            mem[t] += mem[t + half]
+            mem[t] = combined(mem[t], mem[t + half], op)
         cuda.syncthreads()
         half //= 2
     found = mem[t - (t & (lanes - 1))]
@@ -36,20 +41,16 @@ def summed(mem, value, lanes):  # type: ignore[no-untyped-def]
 
 
 @device
-def largest(mem, value, lanes):  # type: ignore[no-untyped-def]
-    """Return the maximum of the values of a row's lanes, float64."""
-    t = cuda.threadIdx.x
-    mem[t] = value
-    cuda.syncthreads()
-    half = lanes // 2
-    while half > 0:
-        if (t & (lanes - 1)) < half:
-            mem[t] = max(mem[t], mem[t + half])
-        cuda.syncthreads()
-        half //= 2
-    found = mem[t - (t & (lanes - 1))]
-    cuda.syncthreads()
-    return found
+def add4(four):  # type: ignore[no-untyped-def]
+    """Return the sum of four numbers."""
+    a, b, c, d = four
+    return (a + b) + (c + d)
+
+
+@device
+def columns(lanes):  # type: ignore[no-untyped-def]
+    """Return the first column of this thread, which has four, and the step to its next."""
+    return np.int64(cuda.threadIdx.x & (lanes - 1)) * FOUR, np.int64(lanes) * FOUR
 
 
 @device
