@@ -123,6 +123,8 @@ class Config:
     """Seconds a message inside a node."""
     beta_intra: Number = None
     """Seconds a byte inside a node."""
+    cores: Number = None
+    """Cores of a node, which its ranks share; one a rank if not given."""
 
     top: int = 10
     """Meshes to show."""
@@ -148,7 +150,7 @@ def run(config: Config) -> int:
     to_stdout = config.json == Path("-")
     check(None if to_stdout else config.json, "json")
     if config.measure:
-        speeds = machine.measure(job.model, speeds)
+        speeds = _measured(job, speeds)
         if config.machine is not None:
             machine.write(config.machine, speeds)
     nodes = node_sizes(config.nodes, config.ranks) or (config.ranks,)
@@ -162,6 +164,20 @@ def run(config: Config) -> int:
         write(config.json, text + "\n", "json")
     _show(config, job, plans)
     return 0
+
+
+def _measured(job: "Job", speeds: "Machine") -> "Machine":
+    """Return the speeds of one core of this machine."""
+    from threadpoolctl import threadpool_limits
+
+    from mpipar.kernels.native import compile_cpu
+    from mpipar.plan import machine
+    from mpipar.train import heap
+
+    heap.keep_freed()  # as in training
+    compile_cpu()
+    with threadpool_limits(1):
+        return machine.measure(job.model, speeds)
 
 
 def job_of(config: Config, ranks: int) -> "Job":

@@ -7,6 +7,7 @@ the slowest rank counts.
 """
 
 import gc
+import os
 import time
 import tracemalloc
 from statistics import median
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpipar.comm import node
 from mpipar.comm.choice import read_table, table_path
+from mpipar.kernels import native
 from mpipar.optim import SGD, AdamW
+from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.context.layout import context_positions
 from mpipar.parallel.mesh import Mesh
 from mpipar.plan import machine
@@ -23,6 +27,7 @@ from mpipar.plan.communication import Links
 from mpipar.plan.layout import Job, Layout
 from mpipar.plan.machine import Machine
 from mpipar.plan.search import Plan, predict
+from mpipar.train import heap
 from mpipar.train.agree import together
 from mpipar.train.config import TrainConfig
 from mpipar.train.data import Rows
@@ -75,29 +80,52 @@ def settings(job: Job, layout: Layout) -> TrainConfig:
 
 
 def measured_machine(job: Job, layout: Layout, world: "MPI.Intracomm") -> Machine:
-    """Collective: return the mean speeds of all ranks, measured together, and of their messages."""
-    world.Barrier()
-    found = machine.measure(job.model, None, layout.tokens(job))
-    names = sorted(vars(found))
-    mean = np.mean(world.allgather([getattr(found, name) for name in names]), axis=0)
-    speeds = dict(zip(names, mean.tolist(), strict=True))
-    alpha, large = (_message(world, size) for size in (SMALL, LARGE))
+    """Collective: return the mean speeds of all ranks, and of their messages.
+
+    As many ranks measure at a time as there are cores, with the threads that they train with.
+    """
+    _begin(world)
+    with Communicator(world, name="speeds") as comm:  # sets threads; its waits leave the cores
+        nodes = comm.process_group.nodes
+        cores = _cores(nodes)
+        mine, found = nodes.local_rank // cores, Machine()
+        for turn in range(max(1, -(-nodes.local_size // cores))):
+            comm.barrier()
+            if turn == mine:
+                found = machine.measure(job.model, None, layout.tokens(job))
+        comm.barrier()
+        names = [name for name in sorted(vars(found)) if name != "cores"]
+        mean = np.mean(world.allgather([getattr(found, name) for name in names]), axis=0)
+        speeds = dict(zip(names, mean.tolist(), strict=True))
+        alpha, large = (_message(comm, size) for size in (SMALL, LARGE))
     speeds["alpha_intra"] = alpha
     speeds["beta_intra"] = max(0.0, large - alpha) / LARGE
-    return Machine(**speeds)
+    return Machine(**speeds, cores=cores if cores < nodes.local_size else 0)
 
 
-def _message(world: "MPI.Intracomm", nbytes: int) -> float:
-    """Collective: return the middle seconds of a message of one rank to another one."""
-    data = np.zeros(nbytes, np.uint8)
-    peer = world.rank ^ 1
-    times = [0.0]
-    if peer < world.size:
+def _begin(world: "MPI.Intracomm") -> None:
+    """Collective: do what training does before it begins."""
+    heap.keep_freed()
+    together(world, native.compile_cpu)
+    together(world, lambda: read_table(table_path()))
+
+
+def _cores(nodes: node.Nodes) -> int:
+    """Return the cores of this node: those that its ranks may run on, all or their own."""
+    mine = node.cores()
+    return mine if mine == os.cpu_count() else mine * nodes.local_size
+
+
+def _message(comm: Communicator, nbytes: int) -> float:
+    """Collective: return the middle seconds of a message between the first two ranks."""
+    data, times = np.zeros(nbytes, np.uint8), [0.0]
+    if comm.rank < 2 <= comm.size:
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            world.Sendrecv(data, peer, recvbuf=data.copy(), source=peer)
+            comm.sendrecv(data, 1 - comm.rank, src=1 - comm.rank)
             times.append(time.perf_counter() - start)
-    return float(max(world.allgather(median(times))))
+    comm.barrier()
+    return float(comm.all_reduce(np.array([median(times)]), "max")[0])
 
 
 def check(job: Job, layout: Layout, world: "MPI.Intracomm", speeds: Machine) -> list[Found]:
@@ -107,7 +135,7 @@ def check(job: Job, layout: Layout, world: "MPI.Intracomm", speeds: Machine) -> 
     """
     config = settings(job, layout)
     config.validate(world.size)
-    together(world, lambda: read_table(table_path()))
+    _begin(world)
     predicted = predict(job, layout, Links(speeds, world.size, world.size))
     tracemalloc.start()
     try:

@@ -53,6 +53,7 @@ class Links:
     ranks: int
     nodes: int | tuple[int, ...] = 8
     shared: bool = False
+    most_on_a_node: int = field(default=1, init=False)  # ranks
     _node: list[int] = field(default_factory=list, init=False, repr=False)
     _found: dict[tuple[str, float, tuple[int, ...]], Cost] = field(
         default_factory=dict, init=False, repr=False
@@ -63,6 +64,7 @@ class Links:
         layout = self.machine.network(self.nodes).layout(self.ranks)  # type: ignore[arg-type]
         for number, size in enumerate(layout):
             self._node += [number] * size
+            self.most_on_a_node = max(self.most_on_a_node, size)
 
     def cost(self, collective: str, nbytes: float, size: int, stride: int = 1) -> Cost:
         """Return what a collective of `nbytes` costs ranks 0, stride, 2 stride, ...: `size` ranks.

@@ -49,6 +49,8 @@ class Machine:
     """Seconds a message inside a node."""
     beta_intra: float = CLUSTER.beta_intra
     """Seconds a byte inside a node."""
+    cores: float = 0.0
+    """Cores of a node, which its ranks share; 0 for one a rank."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a speed that is not positive or a time that is negative."""
@@ -59,6 +61,10 @@ class Machine:
             if not 0 <= value < float("inf") or (speed and not value):
                 rule = "a speed is above 0" if speed else "a time is not negative"
                 raise ConfigError(explain(name, value, rule, "Pass a finite number"))
+
+    def turns(self, ranks: int) -> float:
+        """Return how many ranks of a node with so many share a core."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def network(self, nodes: tuple[int, ...], slower: float = 1.0, shared: bool = False) -> Network:
         """Return the network as `simulate` takes it; slower: of a byte between nodes."""
@@ -99,7 +105,8 @@ def write(path: Path, machine: Machine) -> None:
 def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = TOKENS) -> Machine:
     """Return the machine with the speeds of this process, for the sizes of a model; about 1 s.
 
-    Ranks that will train together should call it together.  Its network stays what it was.
+    Ranks that will train together should call it together, as many as there are cores, with the
+    threads that they will train with.  Its network stays what it was.
     """
     from mpipar.plan import compute  # whose table says how many accesses an operation has
 
@@ -110,7 +117,7 @@ def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = T
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(dtype)
 
-    x, up = draw(tokens, config.dim), draw(config.hidden, config.dim)
+    x, up = draw(tokens, config.dim), draw(config.hidden, config.dim) * dtype.type(config.dim**-0.5)
     y = x @ up.T
     products = _seconds(lambda: (x @ up.T, y @ up, y.T @ x))
     seq = min(config.seq, tokens)

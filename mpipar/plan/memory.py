@@ -4,15 +4,16 @@
     none        P         P                               2 M
     1           P         P                               2 M / n
     2           P         P/n, or P if accumulated        2 M / n          1 block and the rest
-    3           P/n       as 2                            2 M / n          2 blocks and the rest too
+    3           P/n       as 2                            2 M / n          the same once more
 
 P: the bytes of the parameters of this rank's stages, cut over tp; M: in the optimiser's dtype
 (float32 for 16 bits, which add a float32 copy); n = dp x cp.  Parameters of fewer than 1000
-elements are never sharded; messages have buffers besides.  ZeRO: Rajbhandari et al. 2020.
+elements are never sharded; many small blocks take two buffers by turns, as parallel/fsdp/unit.py
+says; messages have buffers besides.  ZeRO: Rajbhandari et al. 2020.
 
 Activations are what the tape keeps (`saved`) of the micro-batches that the pipeline's schedule has
-in flight; with recomputation that is a block's input, and one block at a time in full.  The numbers
-are those of the rank that needs most.
+in flight, and the gradients of the block that backward is in; with recomputation that is a block's
+input, and one block at a time in full.  The numbers are those of the rank that needs most.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,8 +28,11 @@ from mpipar.plan.layout import Job, Layout
 from mpipar.plan.models import Weight, stage_weights
 from mpipar.schedule.pipeline import PipelineSchedule
 
+CALLS = 1 << 20  # that prepared calls of a few bytes keep (comm/persistent.py)
+ROUND, DIRECT_RANKS = 1 << 18, 32  # of what is scattered (parallel/fsdp/links.py)
 BUCKET = 25 << 20  # of gradients on their way at a time (FsdpConfig.bucket_mb)
 SMALL = 1000  # elements of a parameter that is not sharded (FsdpConfig.min_param_size)
+SPARE = 0.025  # of what a rank keeps: a second buffer for blocks may take so much (fsdp/unit.py)
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,9 @@ def shares(held: Holding, job: Job, layout: Layout) -> tuple[float, float, float
     """Return bytes of weights, gradients, optimiser and buffers of a rank."""
     item = as_dtype(job.model.dtype).itemsize
     shard = updated(held, layout)
-    gathered = min(held.blocks, 2) * held.block + held.rest
-    summed = held.block + held.rest  # gradients: one block is written while its sum is on its way
+    kept = 4 * held.blocks * held.block / layout.plane  # values, gradients and two moments
+    gathered = (1 + (held.block <= SPARE * kept)) * held.block + held.rest
+    summed = (1 + (2 * held.block <= SPARE * kept)) * held.block + held.rest  # gradients
     adds_up = layout.microbatches > 1  # gradients stay whole until the last micro-batch
     cut = layout.fsdp >= 2 and not adds_up
     buffers = cut * summed + (layout.fsdp == 3) * gathered
@@ -128,15 +133,19 @@ def shares(held: Holding, job: Job, layout: Layout) -> tuple[float, float, float
 def _messages(held: Holding, job: Job, layout: Layout) -> float:
     """Return the bytes that messages are received in, or wait in to be sent.
 
-    Activations over tp (one) and pp (two each way); a bucket of gradients that are scattered.
+    Activations over tp (one) and pp (one each way); over dp x cp what many small calls keep, and of
+    gradients that are scattered two rounds of a few ranks, or a block of many.
     """
     item = as_dtype(job.model.dtype).itemsize
     activation = layout.tokens(job) * job.model.dim * item
     found = float(activation) if layout.tp > 1 else 0.0
     if layout.pp > 1:
-        found += 4 * activation / (layout.tp if layout.sequence_parallel else 1)
+        found += 2 * activation / (layout.tp if layout.sequence_parallel else 1)
+    if layout.plane > 1:
+        found += CALLS
     if layout.fsdp:
-        found += min(BUCKET, held.whole * item) * (layout.plane - 1) / layout.plane
+        few = layout.plane <= DIRECT_RANKS
+        found += 2 * ROUND if few else min(BUCKET, held.block * item) / layout.plane
     return found
 
 
@@ -163,8 +172,8 @@ def _peaks(job: Job, layout: Layout) -> tuple[float, ...]:
     def each(kept: Iterable[saved.Kept]) -> float:
         return saved.token_bytes(kept, config, layout)
 
-    full, again = each(saved.block(config, layout)), layout.recompute
-    block = each(saved.recomputed(config)) if again else full
+    full, back = each(saved.block(config, layout)), each(saved.in_backward(config))
+    block = each(saved.recomputed(config)) if layout.recompute else full
     end = each(saved.last(config, layout))
     stages = [layers * block for layers in layout.layers(job)]
     stages[0] += each(saved.first(config))
@@ -173,10 +182,8 @@ def _peaks(job: Job, layout: Layout) -> tuple[float, ...]:
     for rank, counts in enumerate(live_counts(schedule)):
         held = schedule.held(rank)
         most = max(_dot(count, [stages[stage] for stage in held]) for count in counts)
-        if again:  # a block runs when what the loss kept of its micro-batch is gone
-            gone = end if layout.stages - 1 in held else 0.0
-            most = max(most, most - gone + full + each(saved.running_again(config)))
-        found.append(most)
+        gone = end if layout.stages - 1 in held else 0.0  # when backward comes to a block
+        found.append(max(most, most - gone + back + full - block))  # what is run again, too
     return tuple(found)
 
 

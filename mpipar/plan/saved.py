@@ -43,9 +43,9 @@ def block(config: ModelConfig, layout: Layout) -> Iterator[Kept]:
         yield Kept(f"{norm}: statistics of rows", statistics, BETWEEN, COMPUTED)
     yield Kept("qkv: its input", d, BETWEEN)
     yield Kept("attention: q, k and v, views of qkv's output", d + 2 * kv)
-    if not gpt2:
+    traded = layout.cp > 1 and layout.cp_layout == "ulysses"  # q, k and v are copies then
+    if not gpt2 and not traded:
         yield Kept("attention: q and k turned by rotary", d + kv)
-    traded = layout.cp > 1 and layout.cp_layout == "ulysses"
     yield Kept("attention, projection: output", d)
     yield Kept("attention: log-sum-exp of rows", config.heads, INSIDE, DOUBLE)
     if traded:
@@ -65,10 +65,13 @@ def recomputed(config: ModelConfig) -> Iterator[Kept]:
     yield Kept("block: its input", config.dim, BETWEEN)
 
 
-def running_again(config: ModelConfig) -> Iterator[Kept]:
-    """Yield the gradients that a block has beside what it keeps, while its backward pass runs."""
-    yield Kept("down, activation: gradients of their inputs", 2 * config.hidden)
-    yield Kept("residual stream: gradients", 2 * config.dim, BETWEEN)
+def in_backward(config: ModelConfig) -> Iterator[Kept]:
+    """Yield the gradients that are there beside what is kept, where a block needs most of them."""
+    if config.model == "gpt2":
+        yield Kept("down: gradient of its input", config.hidden)
+    else:
+        yield Kept("swiglu: gradients of gate and up, in gate_up's output each", 4 * config.hidden)
+    yield Kept("residual stream: its gradient", config.dim, BETWEEN)
 
 
 def first(config: ModelConfig) -> Iterator[Kept]:

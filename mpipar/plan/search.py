@@ -7,6 +7,9 @@ parallelism, recomputation.  The time of a step is
     + gradients and parameters over dp x cp      as far as computing does not hide them
     + tied embeddings, small sums, the optimiser
 
+Where ranks share a core, each has it for a part of the time: all of that takes as much longer, but
+for what other ranks do while one waits for the pipeline.
+
 Layouts are taken by a lower bound, their arithmetic alone, and the search ends when no layout that
 is left can be among those asked for: the result is that of trying all.
 """
@@ -64,7 +67,8 @@ class Draft:
     """A layout whose pipeline is not simulated yet.
 
     forward, backward, weight: seconds of each stage; hop: of a message between stages; besides:
-    seconds of a step outside the pipeline.  The rest is as in Plan.
+    seconds of a step outside the pipeline; turns: ranks that share a core; one_node: whether all
+    ranks are on the same.  The rest is as in Plan.
     """
 
     layout: Layout
@@ -76,6 +80,8 @@ class Draft:
     compute: float
     exposed: float
     besides: float
+    turns: float = 1.0
+    one_node: bool = True
 
     def bound(self) -> float:
         """Return seconds that a step takes at least.
@@ -104,12 +110,20 @@ class Draft:
         """Simulate the pipeline."""
         times = self.forward, self.backward, self.weight
         span, bubble = _makespan(self.layout, *times, self.hop)
-        step = span + self.besides
+        step = self._shared(span) + self.turns * self.besides
         speed = job.tokens / step
-        peak = machine.flops * self.layout.ranks
+        peak = machine.flops * self.layout.ranks / self.turns
         mfu = speed * compute.flops_per_token(job.model) / peak
         how = self.layout, held, self.axes, self.compute, self.exposed
         return Plan(*how, bubble, step, speed, mfu)
+
+    def _shared(self, span: float) -> float:
+        """Return the seconds of the pipeline where its ranks share cores."""
+        if self.turns == 1.0 or not self.one_node:
+            return self.turns * span
+        stages = zip(self.forward, self.backward, self.weight, strict=True)
+        busy = self.layout.microbatches * (sum(map(sum, stages)) / self.layout.pp + 2 * self.hop)
+        return max(span, self.turns * busy)
 
 
 def predict(job: Job, layout: Layout, links: Links) -> Plan:
@@ -153,7 +167,17 @@ def draft(job: Job, layout: Layout, links: Links) -> Draft:
     arithmetic = counts * max(_of_rank(layout, [time.total for time in computing])) + adam
     besides = exposed + tied.seconds + sums.seconds + adam
     times = forward, backward, weight
-    return Draft(layout, axes, *times, hop.seconds, arithmetic, exposed, besides)
+    return Draft(
+        layout,
+        axes,
+        *times,
+        hop.seconds,
+        arithmetic,
+        exposed,
+        besides,
+        machine.turns(links.most_on_a_node),
+        links.most_on_a_node == links.ranks,
+    )
 
 
 def _beyond(cost: Cost, cover: float) -> float:

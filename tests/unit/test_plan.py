@@ -144,7 +144,7 @@ def test_a_rank_holds_the_micro_batches_that_the_schedule_has_in_flight(name: st
     assert tuple(counts) == pipeline.peak_live(schedule)
 
 
-def test_what_the_tape_keeps_of_a_model() -> None:
+def test_what_the_tape_keeps_of_a_model_and_backward_needs_beside_it() -> None:
     import tracemalloc
 
     for family in ("gpt2", "llama"):
@@ -156,7 +156,8 @@ def test_what_the_tape_keeps_of_a_model() -> None:
         try:
             before = tracemalloc.get_traced_memory()[0]
             loss = model.loss(tokens, tokens)[0]
-            measured = tracemalloc.get_traced_memory()[0] - before
+            loss.backward()
+            measured = tracemalloc.get_traced_memory()[1] - before
         finally:
             tracemalloc.stop()
         assert loss.data.size == 1
@@ -247,6 +248,17 @@ def test_recomputation_runs_forward_once_more() -> None:
     again = compute.stages(JOB, Layout(recompute=True), FAST)[0]
     assert again.forward == plain.forward
     assert plain.backward < again.backward < plain.backward + plain.forward
+
+
+def test_ranks_that_share_a_core_take_turns() -> None:
+    alone, shared = (Links(Machine(cores=cores), 4, 4) for cores in (4, 2))
+    plain, twice = (search.predict(JOB, Layout(dp=4), links) for links in (alone, shared))
+    assert twice.step == pytest.approx(2 * plain.step)
+    assert twice.mfu == pytest.approx(plain.mfu)
+    line = Layout(pp=4, microbatches=4)
+    plain, twice = (search.predict(JOB, line, links) for links in (alone, shared))
+    assert plain.step < twice.step < 2 * plain.step  # while one waits another runs
+    assert search.draft(JOB, line, shared).bound() <= twice.step
 
 
 def test_flops_per_token_are_those_of_the_model() -> None:
