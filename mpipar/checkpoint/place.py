@@ -78,6 +78,17 @@ def begin(target: Path) -> Path:
     return folder
 
 
+def require_room(folder: Path) -> None:
+    """Make the folder of a run's checkpoints; raises CheckpointError if none can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.tmp-{secrets.token_hex(4)}"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made a folder: {error.strerror}") from error
+
+
 def check_space(folder: Path, nbytes: int) -> None:
     """Raise CheckpointError if so many bytes do not fit on the disk."""
     free = shutil.disk_usage(folder).free

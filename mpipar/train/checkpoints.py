@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpipar import checkpoint
-from mpipar.checkpoint import Saving
+from mpipar.checkpoint import Saving, place
+from mpipar.checkpoint.agree import on_first
 from mpipar.checkpoint.place import LATEST
 from mpipar.errors import ConfigError, MpiparError, explain
 from mpipar.optim import Optimizer
@@ -41,6 +42,12 @@ class Checkpoints:
         self.saving: Saving | None = None
         self.newest = None if config.resume is None else Path(config.resume)  # complete one
         self._step = -1  # of the one begun last
+        save = config.save
+        if save is not None:
+            try:
+                on_first(mesh.world, lambda: place.require_room(Path(save)))
+            except MpiparError as error:
+                raise mark(error) from None
 
     def resume(self, again: bool = False) -> int:
         """Collective: load the checkpoint to go on from, if there is one; return its step, or 0.
@@ -56,8 +63,9 @@ class Checkpoints:
         if source is None:
             return 0
         try:
-            loaded = checkpoint.load(source, self.tree, self.mesh)
-            return self._check(loaded["state"])
+            step = self._check(checkpoint.load(source, {}, self.mesh)["state"])
+            checkpoint.load(source, self.tree, self.mesh)
+            return step
         except MpiparError as error:  # all ranks have it
             raise mark(error) from None
 
@@ -119,16 +127,21 @@ class Checkpoints:
         waits = np.array([not self.saving.test()], np.int32)
         return not self.mesh.world.all_reduce(waits, "max")[0]
 
-    def _check(self, state: dict[str, Any]) -> int:
+    def _check(self, state: Any) -> int:
         """Return the step of a state; raises ConfigError if a run cannot go on from there."""
-        own = asdict(self.config.model_config())
-        for name, value in state["model"].items():
+        own, source = asdict(self.config.model_config()), self.config.resume
+        state = state if isinstance(state, dict) else {}
+        model, step = state.get("model"), state.get("step")
+        if not isinstance(model, dict) or not isinstance(step, int) or step < 1:
+            rule = "it holds no run: its state must say which model and which step it is of"
+            fix = "Begin with its weights by --init, if mpipar convert made it"
+            raise ConfigError(explain("resume", source, rule, fix))
+        for name, value in model.items():
             if name in own and name not in FREE and own[name] != value:
-                rule = f"the checkpoint {self.config.resume} is of a model with {value!r}"
+                rule = f"the checkpoint {source} is of a model with {value!r}"
                 raise ConfigError(explain(name, own[name], rule, "Pass the flags of that run"))
-        step = int(state["step"])
         if step >= self.config.steps:
-            rule = f"it counts all steps, and the checkpoint {self.config.resume} has taken {step}"
+            rule = f"it counts all steps, and the checkpoint {source} has taken {step}"
             raise ConfigError(explain("steps", self.config.steps, rule, "Pass more --steps"))
         self.streak.count = int(state.get("skipped", 0))
         return step

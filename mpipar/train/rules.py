@@ -91,6 +91,9 @@ def _outputs(config: "TrainConfig") -> Iterator[Rule]:
     there = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
     fix = "Pass --device cpu, or install the extra cuda12 or cuda13"
     yield "device", config.device == "cpu" or there, "it needs CuPy", fix
+    for name in ("data", "init", "save", "resume", "log", "plot", "trace"):
+        fix = "Pass a path, or leave it out: a shell may have dropped a variable"
+        yield name, getattr(config, name) != "", "it is empty", fix
     for name in ("log", "plot"):
         value = getattr(config, name)
         if value is None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+import mpipar as mp
 from mpipar.errors import CheckpointError, ConfigError
 from mpipar.train.agree import is_of_all_ranks
 from mpipar.train.config import TrainConfig
@@ -54,14 +55,20 @@ def test_what_cannot_be_gone_on_from(world: MPI.Intracomm, shared_path: Path, te
     folder = str(shared_path / "run")
     config = replace(TINY, data=text, steps=2, save=folder, keep=1)
     train(config, world)
-    for changes, error, words in [
+    weights = str(shared_path / "weights")
+    with mp.Communicator(world) as comm:
+        mp.save(weights, {"model": {}, "state": {"step": 0, "model": {}}}, comm)
+    mistakes: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"resume": folder}, ConfigError, "has taken 2.*more --steps"),
         ({"resume": folder, "steps": 4, "heads": 6}, ConfigError, "model with 12"),
-        ({"resume": folder, "steps": 4, "dim": 12}, ConfigError, "needed"),
+        ({"resume": folder, "steps": 4, "dim": 12}, ConfigError, "^dim=12: .* model with 24"),
+        ({"resume": weights}, ConfigError, "holds no run.*--init"),
+        ({"resume": ""}, ConfigError, "resume='': it is empty"),
         ({"resume": str(shared_path / "none")}, CheckpointError, "does not exist"),
         ({"save": text}, CheckpointError, "cannot be made"),
         ({"save": None}, ConfigError, "--save"),
-    ]:
+    ]
+    for changes, error, words in mistakes:
         with pytest.raises(error, match=words) as caught:
             train(replace(config, **changes), world)
         assert is_of_all_ranks(caught.value) or isinstance(caught.value, ConfigError)
