@@ -117,7 +117,7 @@ def ldmatrix_turned(row: Any) -> Any:
     return together(row, lambda given: matrices(given, True))
 
 
-def _copies() -> list[list[Any]]:
+def copies_under_way() -> list[list[Any]]:
     """Return this thread's groups of copies under way; the last one is not complete."""
     groups: list[list[Any]] = threading.current_thread().__dict__.setdefault("copies", [[]])
     return groups
@@ -129,19 +129,19 @@ def _copies() -> list[list[Any]]:
 )  # fmt: skip
 def copy16(target: Any, source: Any, size: Any) -> None:
     """Start to copy `size` bytes from global to shared memory, and zeros up to 16."""
-    _copies()[-1].append((target, source, int(size)))
+    copies_under_way()[-1].append((target, source, int(size)))
 
 
 @instruction("cp.async.commit_group;", "", memory=True)
 def commit_copies() -> None:
     """End a group of copies."""
-    _copies().append([])
+    copies_under_way().append([])
 
 
 @instruction("cp.async.wait_group 1;", "", memory=True)
 def wait_copies() -> None:
     """Wait for this thread's copies, except those of the last group that has ended."""
-    groups = _copies()
+    groups = copies_under_way()
     threading.current_thread().__dict__["fenced"] = False  # see ptx_wgmma.py
     while len(groups) > 2:
         for (to, at), (array, first), size in groups.pop(0):

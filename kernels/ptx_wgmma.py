@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.kernels.ptx import instruction
-from mpipar.kernels.ptx_mma import together
+from mpipar.kernels.ptx_mma import copies_under_way, together
 
 WARPGROUP = 128
 ROWS, DEPTH = 64, 16  # of A in one instruction, and of its steps along k
@@ -145,6 +145,7 @@ def keep(width: int, pitch: int) -> Any:
     @instruction(text, constraints, takes=f"uint32 float32*{count}", memory=True)
     def write(place: Any, held: Any) -> None:
         array, index = place
+        assert not any(copies_under_way())  # they could land on the sums
         for at, n in pairs:
             array[index + at : index + at + 2] = held[n : n + 2]
 

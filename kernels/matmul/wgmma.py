@@ -66,7 +66,7 @@ def place(row: Any, piece: Any) -> Any:
 @device
 def descriptor(start: Any, across: Any) -> Any:
     """Return the descriptor of an operand that begins at this address."""
-    found = (start >> 4) | FORM
+    found = ((start & 0x3FFFF) >> 4) | FORM
     if across:
         found |= LEADING
     return found
@@ -130,9 +130,10 @@ def make(width: int, a_across: bool, b_across: bool, name: str) -> Kernel:
         sums = nothing()
         for i in range(STAGES - 2):
             start, k0 = i * both, i * STEP
-            fetch(ring, start, a, a_base, row, k0, m, k, a_bits, a_count, a_across)
-            start += slice_a
-            fetch(ring, start, b, b_base, column, k0, n, k, b_bits, b_count, b_across)
+            if k0 < k:  # no copies that nobody waits for: the sums take their place
+                fetch(ring, start, a, a_base, row, k0, m, k, a_bits, a_count, a_across)
+                start += slice_a
+                fetch(ring, start, b, b_base, column, k0, n, k, b_bits, b_count, b_across)
             commit_copies()
         now, later = 0, STAGES - 2
         for k0 in range(0, k, STEP):
