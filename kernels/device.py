@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, compute_dtype, module_of
+from mpipar.arrays import Array, compute_dtype
 from mpipar.errors import BufferMismatchError, ConfigError, explain
 
 BITS = {"bfloat16": "uint16"}  # how Numba sees a dtype, where not by its name
 WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64")
 WIDE = {name: name for name in ("float64", *WHOLE)}  # what is computed in itself, not in float32
-THREADS, FOUR = 256, 4  # of a block of an elementwise kernel, and elements of each of its threads
+THREADS = 256  # of a block of an elementwise kernel
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -254,16 +254,6 @@ def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:
 def blocks(n: int, threads: int) -> int:
     """Return how many blocks of `threads` cover n elements."""
     return -(-n // threads)
-
-
-def elementwise(code: Kernel, *arguments: Any, n: int | None = None) -> None:
-    """Start a kernel of FOUR elements a thread on arrays of one size, which is its last argument.
-
-    Arrays that are not contiguous are copied: pass contiguous ones where the kernel writes.
-    """
-    count = arguments[0].size if n is None else n
-    ready = [module_of(a).ascontiguousarray(a) if hasattr(a, "shape") else a for a in arguments]
-    code(blocks(count, THREADS * FOUR), THREADS, *ready, count)
 
 
 # --- number types: what kernels say instead of casts; as Python for the simulator ---------------
