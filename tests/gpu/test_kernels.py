@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mpipar.bench.kernel_cases import Case, Sizes, cases
+from tests.fake_cupy.arrays import array_module
 from tests.gpu.needs import cupy_or_skip
 
 OPERATIONS = sorted(file.stem for file in (Path(__file__).parents[1] / "cuda").glob("cases_*.py"))
@@ -43,6 +44,11 @@ def test_starting_a_kernel_waits_for_nothing(case: Case) -> None:
         graph.launch(stream)
         got = [x.get() for x in made or inputs]
     assert [x.tobytes() for x in got] == [x.tobytes() for x in wanted]
+
+
+def test_the_stand_in_has_nothing_that_cupy_has_not() -> None:
+    cupy: Any = cupy_or_skip()
+    assert [name for name in array_module() if not hasattr(cupy, name)] == []
 
 
 def arrays(result: Any) -> list[Any]:

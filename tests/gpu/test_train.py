@@ -17,7 +17,13 @@ from tests.gpu.needs import cupy_or_skip
 TINY = TrainConfig(layers=2, dim=64, heads=4, seq=64, batch=8, steps=5, seed=1, sample=0)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"fsdp": "3"}], ids=str)
+MESHES: list[dict[str, Any]] = [
+    *({}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"fsdp": "3"}, {"experts": 5}),
+    {"experts": 4, "ep": 2, "capacity_factor": 0.7},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_losses_are_those_of_the_cpu(mesh: dict[str, Any], tmp_path: Path) -> None:
     cupy_or_skip()
     world = MPI.COMM_WORLD
