@@ -146,14 +146,14 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _compile(folder: Path, name: str) -> Path:
-    """Compile all loops into `folder`, in another process.
+    """Compile all loops into `folder`, in another process (-P: of this mpipar, wherever we are).
 
     Raises ConfigError with the compiler's last words if it fails.
     """
     package = Path(sys.modules["mpipar"].__path__[0]).parent
     path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "mpipar.kernels.native_build", str(folder / name)],
+        [sys.executable, "-P", "-m", "mpipar.kernels.native_build", str(folder / name)],
         capture_output=True, text=True, timeout=SECONDS, env=os.environ | {"PYTHONPATH": path},
         check=False,
     )  # fmt: skip
