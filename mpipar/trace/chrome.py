@@ -25,6 +25,7 @@ NAME = "trace.json"
 HEAD_END, TAIL = ',"traceEvents":[', "]}"
 CATEGORIES = {"call": "communication", "wait": "wait", "flight": "in flight"}
 KINDS = {category: kind for kind, category in CATEGORIES.items()}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 COMPUTE = "compute"  # the category of what is derived: events() leaves it out
 
 
@@ -117,7 +118,7 @@ def _write(found: list[Part], file: TextIO) -> None:
     between = "\n"
     for part in found:
         for event in _of_rank(part):
-            file.write(between + json.dumps(event, separators=(",", ":")))
+            file.write(between + _encode(event))
             between = ",\n"
     file.write(f"\n{TAIL}\n")
 

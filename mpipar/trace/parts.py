@@ -3,7 +3,7 @@
     {"rank": 2, "host": "node1", "origin": 81.25, "clock": [[9127.5, 0.003]], ...}   first line
     ["channel", 5, "dp", 2, 2]                        communicator 5: name, lowest rank, size
     ["label", 0, "all_reduce/ring", 4096, "..."]      what calls are, each written once
-    ["call", 9127500101000, 9127500932000, 5, 0, 17]  nanoseconds; channel, label, sequence
+    ["call", 9127.500101, 9127.500932, 5, 0, 17]      from, to; channel, label, sequence
     ["clock", 9131.0, 0.0031]                         last line
 
 A run that dies leaves what it had written: a line that was not written to its end ends a part.
@@ -24,6 +24,8 @@ from mpipar.trace.record import Row
 
 PATTERN = "rank-*.jsonl"
 FORMAT = 1
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Event(NamedTuple):
@@ -70,7 +72,7 @@ class Writer:
         if self.failure:
             return
         try:
-            self._file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+            self._file.writelines(_encode(row) + "\n" for row in rows)
             self._file.flush()
         except OSError as error:
             self.failure = error.strerror or str(error)
@@ -171,9 +173,8 @@ class Part:
             found[number] = f"{name}{again}, {size} from rank {lowest}"
         return found
 
-    def _common(self, nanoseconds: int) -> float:
+    def _common(self, local: float) -> float:
         """Return a time of this rank on the common clock."""
-        local = nanoseconds * 1e-9
         (first, ahead), (last, later) = self._clock[0], self._clock[-1]
         if last > first:
             ahead += (later - ahead) * (local - first) / (last - first)

@@ -7,8 +7,8 @@
     rows      [ call ]            [  phase  ]  [ wait ][   call   ]
               [        flight: from its start to its completion   ]
 
-Where nothing is traced, `to` is None, and who would tell asks just that.  Times are those of
-time.perf_counter, kept in nanoseconds; parts.py puts them on the clock of all ranks.
+Where nothing is traced, `to` is None, and who would tell asks just that.  Times are seconds of
+time.perf_counter; parts.py puts them on the clock of all ranks.
 """
 
 import threading
@@ -67,7 +67,7 @@ class Recorder:
         """Tell of the part of a call in which the program could only wait."""
         if threading.get_ident() == self._thread:
             self._introduce(channel)
-            self._add(("wait", *_nanoseconds(start, start + seconds), channel.number))
+            self._add(("wait", start, start + seconds, channel.number))
 
     def flying(
         self, channel: Channel, label: Label, sequence: int, finish: Callable[[], Any]
@@ -86,14 +86,14 @@ class Recorder:
     def span(self, kind: str, name: str, start: float) -> None:
         """Tell of a step or phase that ends now."""
         stop = time.perf_counter()
-        self._add((kind, *_nanoseconds(start, stop), name))
+        self._add((kind, start, stop, name))
         if kind == "step" and stop - self._written > PERIOD:
             self.flush()
 
     def action(self, channel: Channel, name: str, start: float, stop: float) -> None:
         """Tell of an action of the pipeline on a communicator."""
         self._introduce(channel)
-        self._add(("action", *_nanoseconds(start, stop), channel.number, name))
+        self._add(("action", start, stop, channel.number, name))
 
     def pipeline(self, channel: Channel, name: str, csv: Callable[[], str]) -> None:
         """Tell of the schedule by which a communicator's actions run, once."""
@@ -108,7 +108,7 @@ class Recorder:
         rows = self._rows[:]
         del self._rows[: len(rows)]
         self._write(rows)
-        self._add(("phase", *_nanoseconds(start, time.perf_counter()), "write trace"))
+        self._add(("phase", start, time.perf_counter(), "write trace"))
 
     def _add(self, row: Row) -> None:
         if self.count >= self._most:
@@ -127,7 +127,7 @@ class Recorder:
         if number is None:
             number = self._labels[label] = len(self._labels)
             self._rows.append(("label", number, *label))
-        self._add((kind, *_nanoseconds(start, stop), channel.number, number, sequence))
+        self._add((kind, start, stop, channel.number, number, sequence))
 
     def _introduce(self, channel: Channel) -> None:
         if channel.number not in self._channels:
@@ -148,7 +148,3 @@ def phase(name: str) -> Iterator[None]:
     finally:
         if to is not None:
             to.span("phase", name, start)
-
-
-def _nanoseconds(start: float, stop: float) -> tuple[int, int]:
-    return round(start * 1e9), round(stop * 1e9)
