@@ -24,6 +24,7 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPIR_", "HYDRA
 SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PRTE_MCA_", "PMIX_MCA_", "HYDRA_LAUNCHER")
 
 QUIET = {
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # as in tests/ranks/__init__.py
     "UCX_LOG_LEVEL": "fatal",
     "OMPI_MCA_btl_base_warn_component_unused": "0",
     "OPENBLAS_NUM_THREADS": "1",
