@@ -68,6 +68,7 @@ def backward_cpu(
     """Return the gradients of x, and of `up` if given."""
     dx, dup = np.empty(x.shape, x.dtype), None if up is None else np.empty(up.shape, up.dtype)
     flat, grads, result = x.reshape(-1), g.reshape(-1), dx.reshape(-1)
+    ups, dups = (None if one is None else one.reshape(-1) for one in (up, dup))
     wide = compute_dtype(x.dtype)
     space = element_scratch(3, flat.size, wide)
     for block in element_blocks(flat.size, wide.itemsize):
@@ -76,10 +77,10 @@ def backward_cpu(
         _sigmoid(part, s)
         _slope(s, np.multiply(part, s, out=y), d)
         d *= dy
-        if up is not None and dup is not None:
-            d *= widen(up.reshape(-1)[block])
+        if ups is not None and dups is not None:
+            d *= widen(ups[block])
             y *= dy
-            dup.reshape(-1)[block] = y
+            dups[block] = y
         store(result, block, d)
     return dx, dup
 
@@ -154,6 +155,7 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if is_device(gate):
         return swiglu_cuda(gate, up)
     host("swiglu", up)
+    gate, up = np.ascontiguousarray(gate), np.ascontiguousarray(up)  # often halves of one array
     if usable(gate, up):
         y = np.empty(gate.shape, gate.dtype)
         swiglu_loop(gate, up, y, y.size)
@@ -168,6 +170,7 @@ def swiglu_backward(
     if is_device(gate):
         return swiglu_backward_cuda(g, gate, up)
     host("swiglu", g, up)
+    gate, up = np.ascontiguousarray(gate), np.ascontiguousarray(up)
     if usable(g, gate, up):
         dgate, dup = np.empty(gate.shape, gate.dtype), np.empty(up.shape, up.dtype)
         swiglu_backward_loop(gate, up, g, dgate, dup, g.size)
