@@ -124,7 +124,8 @@ class Config:
     beta_intra: Number = None
     """Seconds a byte inside a node."""
     cores: Number = None
-    """Cores of a node, which its ranks share; one a rank if not given."""
+    """Cores of a node, which its ranks share, and which copy messages inside it; if not given, one
+    a rank, and messages that travel beside its work."""
 
     top: int = 10
     """Meshes to show."""
@@ -299,7 +300,7 @@ def _check(config: Config) -> int:
     speeds = measured_machine(job, Layout(dp=world.size), world)
     links = Links(speeds, world.size, world.size)
     layout = search(job, links, byte_count(config.memory), pinned(config), 1)[0].layout
-    found = measured(job, layout, world, speeds)
+    found = measured(job, layout, world, speeds, again=True)
     if world.rank == 0:
         print(
             f"{layout.flags() or 'one rank'}\n{'':22}{'predicted':>12}{'measured':>12}{'ratio':>8}"

@@ -100,7 +100,17 @@ def measured_machine(job: Job, layout: Layout, world: "MPI.Intracomm") -> Machin
         alpha, large = (_message(comm, size) for size in (SMALL, LARGE))
     speeds["alpha_intra"] = alpha
     speeds["beta_intra"] = max(0.0, large - alpha) / LARGE
-    return Machine(**speeds, cores=cores if cores < nodes.local_size else 0)
+    return Machine(**speeds, cores=cores)
+
+
+def _mean(one: Machine, other: Machine) -> Machine:
+    """Return a machine whose seconds for anything are the mean of two."""
+    speeds = {}
+    for name, value in vars(one).items():
+        values = np.array([value, getattr(other, name)])
+        rate = name in ("flops", "attention_flops", "memory_bandwidth")
+        speeds[name] = float(1 / np.mean(1 / values) if rate else np.mean(values))
+    return Machine(**speeds)
 
 
 def _begin(world: "MPI.Intracomm") -> None:
@@ -128,15 +138,18 @@ def _message(comm: Communicator, nbytes: int) -> float:
     return float(comm.all_reduce(np.array([median(times)]), "max")[0])
 
 
-def check(job: Job, layout: Layout, world: "MPI.Intracomm", speeds: Machine) -> list[Found]:
+def check(
+    job: Job, layout: Layout, world: "MPI.Intracomm", speeds: Machine, again: bool = False
+) -> list[Found]:
     """Collective: run a layout; return predictions and measurements, on every rank.
 
+    again: measure the speeds once more behind the steps, and predict from the mean: a machine may
+    be faster or slower by then.
     Raises ConfigError on every rank for what training refuses.
     """
     config = settings(job, layout)
     config.validate(world.size)
     _begin(world)
-    predicted = predict(job, layout, Links(speeds, world.size, world.size))
     tracemalloc.start()
     try:
         with Mesh(world, layout.pp, layout.dp, layout.cp, layout.tp) as mesh:
@@ -149,6 +162,9 @@ def check(job: Job, layout: Layout, world: "MPI.Intracomm", speeds: Machine) -> 
             held.destroy()
     finally:
         tracemalloc.stop()
+    if again:
+        speeds = _mean(speeds, measured_machine(job, layout, world))
+    predicted = predict(job, layout, Links(speeds, world.size, world.size))
     mine = np.array([*sizes, seconds])
     everyone = np.array(world.allgather(mine))
     return _rows(predicted, everyone)

@@ -58,7 +58,9 @@ def block_work(config: ModelConfig) -> Iterator[Work]:
         yield Work("gelu", hidden, GELU, INSIDE)
     else:
         yield Work("rotary", d + kv, (2.3, 2.5), INSIDE)
-        yield Work("swiglu", hidden, (2.8, 4.8), INSIDE)
+        yield Work(
+            "swiglu, of halves that are made solid and joined again", hidden, (12, 30), INSIDE
+        )
 
 
 def first_work(config: ModelConfig) -> Iterator[Work]:

@@ -25,6 +25,7 @@ from mpipar.schedule.network import CLUSTER, Network
 
 SECONDS = 0.15  # that each of the measurements takes at least
 TOKENS = 1024  # of what is measured, at most
+SPREAD = 1 << 27  # bytes of operands that are used in turn, at most
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Machine:
     beta_intra: float = CLUSTER.beta_intra
     """Seconds a byte inside a node."""
     cores: float = 0.0
-    """Cores of a node, which its ranks share; 0 for one a rank."""
+    """Cores of a node, which its ranks share, and which copy messages inside it; 0 for one a rank,
+    and messages that travel beside its work."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a speed that is not positive or a time that is negative."""
@@ -117,13 +119,11 @@ def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = T
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(dtype)
 
-    x, up = draw(tokens, config.dim), draw(config.hidden, config.dim) * dtype.type(config.dim**-0.5)
-    y = x @ up.T
-    products = _seconds(lambda: (x @ up.T, y @ up, y.T @ x))
+    layers = [_Layer(config, tokens, draw) for _ in range(_layers(config, tokens))]
+    x, y = layers[0].x, layers[0].linear[0][1]
+    products = _seconds(lambda: _each(layers, _Layer.multiply)) / len(layers)
+    attention = _seconds(lambda: _each(layers, _Layer.attend)) / len(layers)
     seq = min(config.seq, tokens)
-    heads = config.heads, config.kv_heads, config.kv_heads
-    qkv = [draw(tokens // seq, seq, n, config.head_dim) for n in heads]
-    attention = _seconds(lambda: _attend(*qkv))
     pairs = (tokens // seq) * seq * (seq + 1) / 2 * config.dim
     weight, bias = draw(config.dim), draw(config.dim)
     elements = _seconds(lambda: _elementwise(x, y, weight, bias))
@@ -134,7 +134,7 @@ def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = T
     small = np.ones(1)
     return replace(
         one,
-        flops=6.0 * tokens * config.dim * config.hidden / products,
+        flops=6.0 * tokens * config.dim * (config.hidden + config.dim) / products,
         attention_flops=compute.ATTENTION_PRODUCTS * 2.0 * pairs / attention,
         memory_bandwidth=bytes / elements,
         overhead=max(5e-6, 4 * _seconds(lambda: np.add(small, small), 0.02)),
@@ -142,11 +142,45 @@ def measure(config: ModelConfig, machine: Machine | None = None, tokens: int = T
     )
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-    """Run attention forward and backward."""
-    mask = attention_kernel.Mask(True, q.shape[3] ** -0.5, 0, 0)
-    out, lse = attention_kernel.forward(q, k, v, mask)
-    attention_kernel.backward(q, q, k, v, lse, attention_kernel.row_delta(q, out, None), mask)
+class _Layer:
+    """Operands of a block.  Several are used in turn, so that they come from memory, as a model's
+    do, and not from the cache."""
+
+    def __init__(self, config: ModelConfig, tokens: int, draw: Callable[..., np.ndarray]) -> None:
+        seq, size = min(config.seq, tokens), config.head_dim
+        small = np.sqrt(1 / config.dim).astype(draw(1).dtype)  # so that results are of size 1
+        self.x = draw(tokens, config.dim)
+        weights = [draw(rows, config.dim) * small for rows in (config.hidden, config.dim)]
+        self.linear = [(w, self.x @ w.T, self.x.copy(), w.copy()) for w in weights]
+        heads = config.heads, config.kv_heads, config.kv_heads
+        joint = draw(tokens // seq, seq, sum(heads), size)  # as one linear layer leaves them
+        self.qkv = np.split(joint, np.cumsum(heads)[:-1], axis=2)
+
+    def multiply(self) -> None:
+        """Run two linear layers forward and backward."""
+        for weight, y, dx, dw in self.linear:
+            np.matmul(self.x, weight.T, out=y)
+            np.matmul(y, weight, out=dx)
+            np.matmul(y.T, self.x, out=dw)
+
+    def attend(self) -> None:
+        """Run attention forward and backward."""
+        q, k, v = self.qkv
+        mask = attention_kernel.Mask(True, q.shape[3] ** -0.5, 0, 0)
+        out, lse = attention_kernel.forward(q, k, v, mask)
+        delta = attention_kernel.row_delta(out, out, None)
+        attention_kernel.backward(out, q, k, v, lse, delta, mask)
+
+
+def _each(layers: list[_Layer], work: Callable[[_Layer], None]) -> None:
+    for layer in layers:
+        work(layer)
+
+
+def _layers(config: ModelConfig, tokens: int) -> int:
+    """Return how many layers are used in turn: 4, or fewer where they are large."""
+    nbytes = 4 * (2 * config.dim + tokens) * (config.hidden + 5 * config.dim)
+    return max(1, min(4, SPREAD // nbytes))
 
 
 def _elementwise(x: np.ndarray, y: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> None:

@@ -139,10 +139,10 @@ def draft(job: Job, layout: Layout, links: Links) -> Draft:
     keys = [(count, number == 0, number == end) for number, count in enumerate(layers)]
     traffic = {key: stage_traffic(job, layout, links, *key) for key in set(keys)}
     sends = [traffic[key] for key in keys]
-    ring = layout.cp_layout == "zigzag"  # it turns while attention is computed
+    ring = layout.cp_layout == "zigzag" and not _by_hand(links, layout.cp, layout.tp)
     forward, backward = list[float](), list[float]()
     for time, sent in zip(computing, sends, strict=True):
-        cover = time.attention if ring else 0.0
+        cover = time.attention if ring else 0.0  # the ring turns while attention is computed
         forward.append(time.forward + sent.tp[0].seconds + _beyond(sent.cp[0], cover))
         backward.append(time.backward + sent.tp[1].seconds + _beyond(sent.cp[1], 2.5 * cover))
     weight = [time.weight for time in computing]
@@ -155,6 +155,8 @@ def draft(job: Job, layout: Layout, links: Links) -> Draft:
     busiest = counts * max(map(sum, zip(*per_rank, strict=True)))
     exposed = max(gradients.seconds * late, gradients.seconds - last)
     exposed += max(gathered.seconds * early, gathered.seconds - busiest)
+    if _by_hand(links, layout.plane, layout.tp):
+        exposed = gradients.seconds + gathered.seconds
     hop = communication.send(job, layout, links)
     tied, sums = _tied(job, layout, links), communication.small_sums(layout, links)
     adam = compute.optimizer(job, updated(most, layout), machine)
@@ -178,6 +180,11 @@ def draft(job: Job, layout: Layout, links: Links) -> Draft:
         machine.turns(links.most_on_a_node),
         links.most_on_a_node == links.ranks,
     )
+
+
+def _by_hand(links: Links, size: int, stride: int) -> bool:
+    """Say whether the cores that compute have to copy what a group sends: then nothing hides it."""
+    return links.machine.cores > 0 and len(links.layout(size, stride)) == 1
 
 
 def _beyond(cost: Cost, cover: float) -> float:
