@@ -47,7 +47,7 @@ class Sizes:
 
 
 HOST = Sizes(2048, 1024, 256, (2, 1024, 8, 64))
-DEVICE = Sizes(16384, 4096, 16384, (4, 2048, 16, 64), 4096, 1 << 29)  # beyond the cache
+DEVICE = Sizes(16384, 4096, 16384, (4, 2048, 16, 64), 4096, 1 << 30)  # beyond the cache
 
 
 @dataclass(frozen=True)
