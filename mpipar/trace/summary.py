@@ -52,10 +52,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Summary:
-    """Times of all ranks, what steps they are of, and what the file says of itself."""
+    """Times of all ranks, the seconds of the steps that they are of, and what the file says.
+
+    A step takes as long as on the rank that takes longest.
+    """
 
     ranks: Sequence[Times]
-    steps: Sequence[str]
+    steps: Mapping[str, float]
     head: Mapping[str, Any]
 
     @property
@@ -94,10 +97,10 @@ class Summary:
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        mean = fmean(times.step for times in self.ranks)
+        mean, numbers = fmean(times.step for times in self.ranks), list(self.steps)
         unit, size = next((one for one in UNITS if mean >= one[1]), UNITS[-1])
-        many = len(self.steps) > 1
-        which = f"steps {self.steps[0]} to {self.steps[-1]}" if many else f"step {self.steps[0]}"
+        many = len(numbers) > 1
+        which = f"steps {numbers[0]} to {numbers[-1]}" if many else f"step {numbers[0]}"
         count = self.head["ranks"]
         title = f"{count} rank{'s' * (count != 1)}, {'mean of ' * many}{which}, {unit}"
         names = ["step", "compute", *self.axes, "late", "delays"]
@@ -119,17 +122,23 @@ class Summary:
         total = fmean(times.step for times in self.ranks)
         exposed = fmean(sum(times.exposed.values()) for times in self.ranks)
         words = [f"exposed communication: {exposed / total:.0%} of a step"]
+        longest = max(self.steps, key=lambda step: self.steps[step])
+        if len(self.steps) > 1:
+            least, most = (of(self.steps.values()) / size for of in (min, max))
+            words.append(
+                f"steps took {_short(least)} to {_short(most)} {unit}, step {longest} longest"
+            )
         if len(self.ranks) > 1:
             slow = self.slowest
             words.append(
-                f"slowest rank: {slow.rank}, computes {slow.compute / size:.3g} {unit}, "
+                f"slowest rank: {slow.rank}, computes {_short(slow.compute / size)} {unit}, "
                 f"{self.imbalance:.0%} more than the mean"
             )
-            most = max(self.ranks, key=lambda times: times.delays)
-            if most.delays:
-                share = most.delays / size
+            late = max(self.ranks, key=lambda times: times.delays)
+            if late.delays:
+                share = late.delays / size
                 words.append(
-                    f"waited for most: rank {most.rank}, {share:.3g} {unit} a step, "
+                    f"waited for most: rank {late.rank}, {_short(share)} {unit} a step, "
                     "all other ranks together"
                 )
         return words
@@ -151,18 +160,22 @@ def _extremes(rows: list[list[float | None]]) -> list[tuple[str, list[float | No
     ]
 
 
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
 def summarise(path: Path) -> Summary:
     """Return the summary of a trace; raises ConfigError for a file of something else."""
     head = chrome.head(path)
     arrivals, windows = _look(chrome.events(path))
     times = {rank: Times(rank) for rank in range(head["ranks"])}
-    shown: list[str] = []
+    steps: dict[str, float] = {}
     for rank, mine in groupby(chrome.events(path), lambda event: event.rank):
-        steps = _count(times, rank, list(mine), arrivals, windows)
-        shown = shown or steps
+        for step, seconds in _count(times, rank, list(mine), arrivals, windows).items():
+            steps[step] = max(seconds, steps.get(step, 0.0))
     for one in times.values():
         _divide(one)
-    return Summary([one for one in times.values() if one.steps], shown, head)
+    return Summary([one for one in times.values() if one.steps], steps, head)
 
 
 def _look(
@@ -193,8 +206,8 @@ def _count(
     events: list[Event],
     arrivals: Mapping[Collective, tuple[float, int]],
     windows: Mapping[Window, tuple[float, float]],
-) -> list[str]:
-    """Add up the time of a rank, and what it waited for others; return the steps' numbers."""
+) -> dict[str, float]:
+    """Add up the time of a rank, and what it waited for others; return its steps' seconds."""
     mine = times.setdefault(rank, Times(rank))
     steps = sorted((e for e in events if e.kind == "step"), key=lambda e: e.start)
     counted = {step.name for step in (steps[1:] or steps)}
@@ -215,9 +228,10 @@ def _count(
             times.setdefault(who, Times(who)).delays += late
     actions = [(action, step) for action, step in in_steps(events, "action") if step in counted]
     if ran := {(step, action.group) for action, step in actions}:
-        whole = sum(last - first for first, last in (windows[window] for window in ran))
-        mine.idle = 1.0 - sum(action.stop - action.start for action, _ in actions) / whole
-    return [step.name.removeprefix("step ") for step in steps if step.name in counted]
+        time = sum(last - first for first, last in (windows[window] for window in ran))
+        mine.idle = 1.0 - sum(action.stop - action.start for action, _ in actions) / time
+    whole = [step for step in steps if step.name in counted]
+    return {step.name.removeprefix("step "): step.stop - step.start for step in whole}
 
 
 def _divide(times: Times) -> None:

@@ -120,6 +120,12 @@ def test_the_sums_are_those_of_the_spans(tmp_path: Path) -> None:
         "   0   1.0      0.5  0.5   0.3     0.0   43%",
         "   1   1.0      0.8  0.2   0.0     0.3    0%",
     ]
+    assert found.text().splitlines()[6:] == [
+        "exposed communication: 35% of a step",
+        "steps took 1 to 1 s, step 2 longest",
+        "slowest rank: 1, computes 0.8 s, 23% more than the mean",
+        "waited for most: rank 1, 0.3 s a step, all other ranks together",
+    ]
 
 
 def test_of_many_ranks_the_extremes_are_shown(tmp_path: Path) -> None:
