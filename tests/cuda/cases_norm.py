@@ -15,7 +15,10 @@ from mpipar.kernels.norm_cuda import (
 )
 from tests.cuda.compare import close
 
-TINY: dict[str, list[tuple[int, ...]]] = {"float32": [(17, 35), (1, 1032)], "bfloat16": [(1, 2, 12)]}
+TINY: dict[str, list[tuple[int, ...]]] = {
+    "float32": [(17, 35), (1, 1032)],
+    "bfloat16": [(1, 2, 12)],
+}
 LARGE = [(4, 129, 1000), (3, 5000), (1000, 3), (4099, 1024)]
 EPS = 1e-5
 
