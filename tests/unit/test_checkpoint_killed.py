@@ -16,6 +16,7 @@ import mpipar as mp
 from tests.launch import QUIET, ROOT, clean_environment, mpiexec
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
+KILLS = int(os.environ.get("MPIPAR_KILLS", "2"))
 
 
 def killed_job(folder: Path, how: str, seconds: float) -> int:
@@ -54,11 +55,12 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the ranks")
+@pytest.mark.time_limit(60 + 10 * KILLS)
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_a_killed_save_leaves_the_latest_complete_one(tmp_path: Path, how: str) -> None:
     random = np.random.default_rng(os.getpid())
     with mp.Mesh(MPI.COMM_SELF) as mesh:
-        for number in range(int(os.environ.get("MPIPAR_KILLS", "2"))):
+        for number in range(KILLS):
             folder = tmp_path / str(number)
             printed = killed_job(folder, how, float(random.uniform(0, 0.3)))
             arrays = {"w": np.zeros((400, 300)), "whole": np.zeros(100_000)}

@@ -114,6 +114,12 @@ def test_silu_and_swiglu(shape: tuple, dtype: str) -> None:
     assert y.dtype == z.dtype == x.dtype
     close(y, silu.reference(x))
     close(z, silu.reference(x, up), atol=16 * float(ml_dtypes.finfo(x.dtype).eps))
+    gate, other = np.split(np.concatenate([x, up], -1), 2, -1)  # halves of one array
+    assert np.array_equal(silu.swiglu(gate, other), z)
+    for half, whole in zip(
+        silu.swiglu_backward(y, gate, other), silu.swiglu_backward(y, x, up), strict=True
+    ):
+        assert np.array_equal(half, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
