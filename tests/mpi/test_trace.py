@@ -34,7 +34,7 @@ TINY = TrainConfig(
 )  # fmt: skip
 
 
-def talk(comm: mp.Communicator) -> None:
+def talk(comm: mp.Communicator, window: Any = None) -> None:
     """Use each way in which a communicator takes time."""
     for _ in range(3):  # the second and third go the short way
         comm.all_reduce(np.ones(3))
@@ -42,7 +42,7 @@ def talk(comm: mp.Communicator) -> None:
     comm.all_gather(np.ones(5))
     for handle in handles:
         handle.wait()
-    with comm.window(1000) as window:
+    if window is not None:
         window.start().wait()
     if comm.size > 1:
         comm.sendrecv(np.ones(7))
@@ -57,12 +57,13 @@ def counters(mesh: mp.Mesh) -> tuple[float, dict[str, tuple[float, Counter[str]]
 
 def loop(folder: Path, mesh: mp.Mesh, steps: tuple[int, int] | None = None) -> tuple[Path, Any]:
     """Take three steps; return the trace's path, and the counters before and after."""
-    with mp.Trace(folder, mesh.world, steps, place=f"tp {mesh.tp.rank}") as trace:
+    how = steps, f"tp {mesh.tp.rank}"
+    with mesh.tp.window(1000) as window, mp.Trace(folder, mesh.world, *how) as trace:
         before = counters(mesh)
         for number in range(1, 4):
             with trace.step(number):
                 with trace.phase("forward"):
-                    talk(mesh.tp)
+                    talk(mesh.tp, window)
                 with trace.phase("backward"):
                     talk(mesh.world)
         after = counters(mesh)
