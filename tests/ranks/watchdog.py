@@ -21,6 +21,7 @@ from typing import Any
 
 STACK_SIGNAL = signal.SIGUSR1
 HARNESS = ("/_pytest/", "/pluggy/", str(Path(__file__).parent))  # left out of the stacks shown
+PARTING = 10.0  # seconds that ranks wait for each other at the end
 BACKSTOP = 30.0  # seconds after the limit until faulthandler ends a process that holds the GIL
 
 
@@ -62,10 +63,13 @@ class Watchdog:
             self.changed.notify()
 
     def close(self) -> None:
-        """Remove the folder of this run."""
+        """Remove the folder of this run, once no rank tidies its own place in it any more."""
         self.disarm()
         faulthandler.unregister(STACK_SIGNAL)
         self.stack.close()
+        others, end = self.world.Ibarrier(), time.monotonic() + PARTING
+        while not others.Test() and time.monotonic() < end:
+            time.sleep(0.005)
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
