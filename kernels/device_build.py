@@ -1,28 +1,40 @@
-"""The compiler of CUDA kernels, run as a process: `python -m ... MODULE CAPABILITY FOLDER`.
+"""The compiler of CUDA kernels, run as a process: `python -m ... MODULE CAPABILITY FOLDER ...`.
 
 Numba makes PTX of each version of a module's kernels, and ptxas of CUDA's wheels makes machine code
 of that, and tells what it takes: registers, shared memory, and what did not fit.  No GPU is needed.
+It ends when its standard input does, so that none is left behind by a parent that is killed.
 """
 
+import functools
+import gc
 import importlib
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from numba import cuda
-from numba.cuda import dispatcher
+from numba.cuda import compiler, dispatcher
 
 from mpipar.kernels import device_types
-from mpipar.kernels.device import Kernel, resolved
+from mpipar.kernels.device import THREADS, Kernel, resolved
+from mpipar.kernels.device_cache import assembler
 
 assert device_types  # importing it tells Numba of the number types
+
+COUNTED = {  # instructions in PTX
+    "mma": r"mma\.sync|wgmma\.mma_async",
+    "loads16": r"ld\.global(?:\.nc)?\.(?:v4\.[bfsu]32|v2\.[bfsu]64)",
+    "copies16": r"cp\.async\.c[ag]\.shared\.global[^;]*, 16",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Version:
     target: str  # an architecture: "80", "90", "90a"
     ptx: str
     cubin: bytes  # empty where there is no ptxas
+    threads: int  # of a block, at most
     registers: int
     shared: int  # a block, with what a kernel always takes of dynamic memory
     stack: int  # a thread
@@ -47,12 +60,35 @@ def kernels(module: str) -> list[Kernel]:
     return [x for x in found if isinstance(x, Kernel) and x.module == module]
 
 
-def versions(module: str, capability: str) -> Iterator[Version]:
-    """Compile all of a module that a device of this compute capability, such as "90", can run."""
+def versions(module: str, *capabilities: str) -> Iterator[tuple[str, Version]]:
+    """Compile all of a module that devices of these compute capabilities, such as "90", can run.
+
+    Gives each with its capability.
+    """
     for kernel in kernels(module):
-        if kernel.target in ("", capability, f"{capability}a"):
-            for dtype in kernel.dtypes:
-                yield compile_version(kernel, dtype, kernel.target or capability)
+        for dtype in kernel.dtypes:
+            for capability in capabilities:
+                if kernel.target in ("", capability, f"{capability}a"):
+                    yield capability, compile_version(kernel, dtype, kernel.target or capability)
+
+
+def _share_typing() -> None:
+    """Let Numba type a version once for all architectures, which takes most of the time.
+
+    From compute capability 8.0 on, what comes of that is the same.
+    """
+    plain = vars(compiler)["_compile_pyfunc_with_fixup"]
+    last: dict[object, object] = {}
+
+    @functools.wraps(plain)
+    def typed(python: Any, signature: str, **options: Any) -> object:
+        key = (python, signature, *sorted((k, v) for k, v in options.items() if k != "cc"))
+        if key not in last:
+            last.clear()
+            last[key] = plain(python, signature, **options)
+        return last[key]
+
+    vars(compiler)["_compile_pyfunc_with_fixup"] = typed
 
 
 def compile_version(kernel: Kernel, dtype: str, target: str) -> Version:
@@ -72,14 +108,15 @@ def compile_version(kernel: Kernel, dtype: str, target: str) -> Version:
     ptx = ptx.replace(entry, kernel.label(dtype))
     align = 1024 if letter else 16  # for tensor cores' descriptors, for reads of 16 bytes
     ptx = re.sub(r"(\.shared \.align) [248]\b", rf"\1 {align}", ptx)
-    return _assemble(kernel.label(dtype), target, ptx, kernel.shared)
+    return _assemble(kernel, kernel.label(dtype), target, ptx)
 
 
-def _assemble(label: str, target: str, ptx: str, dynamic: int) -> Version:
-    """Make machine code of PTX; `dynamic`: bytes of shared memory that PTX does not say."""
-    tool = assembler()
+def _assemble(kernel: Kernel, label: str, target: str, ptx: str) -> Version:
+    """Make machine code of PTX."""
+    tool, threads = assembler(), kernel.threads or THREADS
+    dynamic = kernel.shared  # PTX does not say it
     if tool is None:
-        return Version(label, target, ptx, b"", 0, dynamic, 0, 0, 0)
+        return Version(label, target, ptx, b"", threads, 0, dynamic, 0, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "in.ptx"), Path(folder, "out.cubin")
         source.write_text(ptx)
@@ -95,7 +132,7 @@ def _assemble(label: str, target: str, ptx: str, dynamic: int) -> Version:
         return sum(int(n) for n in re.findall(pattern, done.stderr))
 
     return Version(
-        label, target, ptx, cubin,
+        label, target, ptx, cubin, threads,
         told(r"Used (\d+) registers"), told(r"(\d+) bytes smem") + dynamic,
         told(r"(\d+) bytes stack frame"),
         told(r"(\d+) bytes spill stores") + told(r"(\d+) bytes spill loads"),
@@ -103,23 +140,40 @@ def _assemble(label: str, target: str, ptx: str, dynamic: int) -> Version:
     )  # fmt: skip
 
 
-def assembler() -> str | None:
-    """Return the path of ptxas: that of the wheels, else the one in PATH."""
-    for folder in sys.path:
-        for place in ("nvidia/cuda_nvcc/bin", "nvidia/cu13/bin"):
-            if os.access(tool := Path(folder, place, "ptxas"), os.X_OK):
-                return str(tool)
-    return shutil.which("ptxas")
+def row(version: Version) -> dict[str, str | int]:
+    """Return all that is known of a version but its code."""
+    told = {name: x for name, x in vars(version).items() if name not in ("label", "ptx", "cubin")}
+    counts = {name: len(re.findall(pattern, version.ptx)) for name, pattern in COUNTED.items()}
+    return {"kernel": version.label, **told, **counts}
 
 
-def main(module: str, capability: str, folder: Path) -> None:
-    """Write one file a version, each appearing when it is complete."""
-    for version in versions(module, capability):
-        file = folder / (f"{version.label}.cubin" if version.cubin else f"{version.label}.ptx")
-        own = file.with_name(f"{file.name}.{os.getpid()}")
-        own.write_bytes(version.cubin or version.ptx.encode())
-        own.replace(file)
+def main(module: str, places: dict[str, Path]) -> None:
+    """Write a file a version into the folder of each capability, and MODULE.json: a row of each.
+
+    Files appear when they are complete.
+    """
+    rows: dict[str, list[Any]] = {capability: [] for capability in places}
+    for capability, version in versions(module, *places):
+        suffix, code = ("cubin", version.cubin) if version.cubin else ("ptx", version.ptx.encode())
+        _write(places[capability] / f"{version.label}.{suffix}", code)
+        rows[capability].append(row(version))
+    for capability, folder in places.items():
+        _write(folder / f"{module}.json", json.dumps(rows[capability]).encode())
+
+
+def _write(file: Path, content: bytes) -> None:
+    own = file.with_name(f"{file.name}.{os.getpid()}")
+    own.write_bytes(content)
+    own.replace(file)
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    gc.disable()  # a tenth of the time
+    _share_typing()
+    main(sys.argv[1], dict(zip(sys.argv[2::2], map(Path, sys.argv[3::2]), strict=True)))

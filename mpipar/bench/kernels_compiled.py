@@ -10,23 +10,16 @@ memory which should be in registers; the counts are instructions in the kernel's
 """
 
 import importlib.util
-import multiprocessing
 import os
-import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mpipar.errors import ConfigError, explain
-from mpipar.kernels.device_cache import modules
+from mpipar.kernels.device_cache import assembler, modules, told
 
 TARGETS = ("80", "90")
-COUNTED = {
-    "mma": r"mma\.sync|wgmma\.mma_async",
-    "loads16": r"ld\.global(?:\.nc)?\.(?:v4\.[bfsu]32|v2\.[bfsu]64)",
-    "copies16": r"cp\.async\.c[ag]\.shared\.global[^;]*, 16",
-}
 
 
 @dataclass(frozen=True)
@@ -35,6 +28,7 @@ class Compiled:
 
     kernel: str
     target: str  # "80", "90", "90a"
+    threads: int  # of a block, at most
     registers: int  # a thread
     shared: int  # a block, with what a kernel always takes of dynamic memory
     stack: int  # a thread
@@ -50,32 +44,18 @@ def measure(
 ) -> tuple[list[Compiled], float]:
     """Compile all modules of kernels, or some; return the rows and the seconds that it took.
 
-    processes: at once; 0: as many as cores.  Raises ConfigError where the compiler is missing.
+    What was compiled before is read from the cache.  processes: at once; 0: as many as cores.
+    Raises ConfigError where the compiler is missing.
     """
-    if importlib.util.find_spec("numba_cuda") is None:
-        rule, fix = "it needs numba-cuda", 'Install the extra: pip install ".[compile-cuda]"'
-        raise ConfigError(explain("compile-only", True, rule, fix))
+    for there, needed in (
+        (importlib.util.find_spec("numba_cuda"), "numba-cuda"),
+        (assembler(), "ptxas"),
+    ):
+        if there is None:
+            rule, fix = f"it needs {needed}", 'Install the extra: pip install ".[compile-cuda]"'
+            raise ConfigError(explain("compile-only", True, rule, fix))
     start = time.perf_counter()
-    jobs = [(module, target) for module in only or modules() for target in targets]
-    context = multiprocessing.get_context("spawn")
-    count = processes or len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(min(count, len(jobs)), mp_context=context) as pool:
-        found = [row for rows in pool.map(_compile, *zip(*jobs, strict=True)) for row in rows]
+    with ThreadPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
+        tables = list(pool.map(lambda module: told(module, *targets), only or modules()))
+    found = [Compiled(**row) for rows in tables for row in rows]
     return sorted(found, key=lambda row: (row.kernel, row.target)), time.perf_counter() - start
-
-
-def _compile(module: str, target: str) -> list[Compiled]:
-    """Compile one module for one architecture, in a process of its own."""
-    from mpipar.kernels.device_build import assembler, versions
-
-    if assembler() is None:
-        rule, fix = "it needs ptxas", 'Install the extra: pip install ".[compile-cuda]"'
-        raise ConfigError(explain("compile-only", True, rule, fix))
-    return [
-        Compiled(
-            one.label, one.target, one.registers, one.shared, one.stack, one.spills,
-            one.remarks,
-            **{name: len(re.findall(pattern, one.ptx)) for name, pattern in COUNTED.items()},
-        )
-        for one in versions(module, target)
-    ]  # fmt: skip

@@ -70,7 +70,7 @@ def compile_only(names: tuple[str, ...], path: Path | None) -> int:
     for row in rows:
         table.add_row(*(str(getattr(row, head)) for head in heads))
     columns = terminal.width()
-    Console(force_terminal=columns is not None, width=columns or 120).print(table)
+    Console(force_terminal=columns is not None, width=columns or 150).print(table)
     if path is not None:
         words = json.dumps({"machine": {}, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
         files.write(path, words, "json")
