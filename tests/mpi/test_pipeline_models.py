@@ -144,6 +144,27 @@ def test_sharded_stages(world: MPI.Intracomm) -> None:
             run(mesh, config(layers=2), schedule, 3, wrap, compare=False)
 
 
+@pytest.mark.parametrize("schedule", ["zb1p", "zbv"])
+def test_gradients_of_replicas_add_up_over_steps(world: MPI.Intracomm, schedule: str) -> None:
+    """The backwards of stages begin and end in any order, and several replicas hear of each."""
+    made = config(layers=8, tied=False)
+    make = stages(made, world.size * (2 if schedule == "zbv" else 1))
+    tokens, targets = batch()
+    count, gradients = int((targets != -100).sum()), alone(made)[2]
+    with (
+        Mesh(world, pp=world.size, timeout=60.0) as mesh,
+        Pipeline(lambda n: DataParallel(make(n), mesh.dp, op="sum"), mesh.pp, schedule, 4) as pipe,
+    ):
+        last: Any = pipe.stages.get(pipe.schedule.stages - 1)
+        for step in (1, 2):
+            with rng.at(3, 0):
+                pipe.step(tokens, targets, lambda y, t: last.loss_of(y, t)[0] / count)
+            for name, param in pipe.named_parameters():
+                close(param.grad, step * param.spec.take(gradients[name]))
+        for stage in pipe.stages.values():
+            stage.destroy()
+
+
 def test_tied_gradients_add_up_over_steps(world: MPI.Intracomm) -> None:
     tokens, targets = batch()
     made = config(model="gpt2", dropout=0.0)

@@ -6,6 +6,8 @@
     end of the step                 .grad = R + (g0 + g1)
 
 Else R would be a term of every rank's sum.  Clearing a gradient clears what was set aside of it.
+A backward whose weights' gradients are put off ends later, and others may begin before that: what
+is set aside stays so.
 Cost, only where gradients are not cleared between steps: a copy and an addition of them.
 """
 
@@ -21,12 +23,14 @@ class SetAside:
     def __init__(self) -> None:
         self._reduced: dict[int, Any] = {}  # parameters whose gradient is a result
         self._aside: dict[int, tuple[Any, Array, Array]] = {}  # parameter, gradient, a copy
+        self._open = False  # whether a backward has begun that has not ended
 
     def take(self) -> None:
         """Set aside what is reduced: a backward begins."""
         for key, (param, _, _) in tuple(self._aside.items()):
-            if param.grad is None:  # cleared since the last backward added to it
+            if param.grad is None and not self._open:  # cleared since a backward added to it
                 del self._aside[key]
+        self._open = True
         for key, param in self._reduced.items():
             if param.grad is not None:
                 self._aside[key] = (param, param.grad, param.grad.copy())
@@ -35,6 +39,7 @@ class SetAside:
 
     def keep(self) -> None:
         """Go on without a sync: what nothing was added to is in `.grad` again."""
+        self._open = False
         for key, (param, grad, _) in tuple(self._aside.items()):
             if param.grad is None:
                 param.grad = grad
@@ -43,6 +48,7 @@ class SetAside:
 
     def add(self, params: Iterable[Any]) -> None:
         """Add what was set aside to the gradients, which are results now."""
+        self._open = False
         for param, _, copy in self._aside.values():
             if param.grad is not None:
                 copy += param.grad
@@ -54,3 +60,4 @@ class SetAside:
         """Forget all: the gradients are about to be cleared."""
         self._aside.clear()
         self._reduced.clear()
+        self._open = False
