@@ -65,7 +65,9 @@ def begin(target: Path) -> Path:
         if target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file: pass the path of a folder")
         if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists():
-            raise CheckpointError(f"{target} holds something else: pass a new folder")
+            found = min(path.name for path in target.iterdir())
+            text = f"{target} holds something else, {found}: pass a new folder"
+            raise CheckpointError(text)
         which = "step-*" if target.name.startswith("step-") else escape(target.name)
         for left in target.parent.glob(f".{which}.tmp-*"):
             _delete(left)

@@ -92,7 +92,7 @@ def _new(target: Path) -> Path:
     place_of = place.real(target)
     try:
         if place_of.exists() and (not place_of.is_dir() or any(place_of.iterdir())):
-            raise CheckpointError(f"{target} holds something else: pass a new folder")
+            raise CheckpointError(f"{target} is there, and holds something else: pass a new folder")
     except PermissionError as error:
         raise CheckpointError(f"{target} cannot be read: {error.strerror}") from error
     return place_of

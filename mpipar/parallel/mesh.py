@@ -57,9 +57,9 @@ def resolve(ranks: int, pp: int, dp: int | None, cp: int, tp: int, ep: int) -> A
     shape = Axes(pp, max(ranks // rest, 1) if dp is None else dp, cp, tp)
     if prod(shape) != ranks:
         given = f"pp={pp} dp={'?' if dp is None else dp} cp={cp} tp={tp}"
-        rule = f"the sizes multiply to the number of ranks, {ranks}"
+        rule = f"the sizes must multiply to the number of ranks, {ranks}"
         if dp is None:
-            rule = f"pp*cp*tp = {rest} divides the number of ranks, {ranks}"
+            rule = f"pp*cp*tp = {rest} must divide the number of ranks, {ranks}"
         raise ConfigError(explain("mesh", given, rule, _ways_out(ranks, shape)))
     plane = shape.dp * shape.cp
     if plane % ep:

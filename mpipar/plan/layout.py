@@ -174,7 +174,7 @@ def _axes(job: Job, ranks: int, fixed: Mapping[str, Any]) -> dict[str, list[int]
         "pp": (f"a stage has one of the {model.layers} layers", lambda n: n <= model.layers),
         "cp": (f"a rank has two of the {model.seq} tokens", lambda n: n == 1 or model.seq >= 2 * n),
         "tp": (
-            f"it divides heads={model.heads}, kv_heads={model.kv_heads}, hidden={model.hidden}",
+            f"it must divide heads={model.heads}, kv_heads={model.kv_heads}, hidden={model.hidden}",
             lambda n: whole % n == 0,
         ),
         "dp": (f"a rank has one of the {job.batch} sequences", lambda n: n <= job.batch),
@@ -184,7 +184,7 @@ def _axes(job: Job, ranks: int, fixed: Mapping[str, Any]) -> dict[str, list[int]
         can = [n for n in parts if holds(n)]
         if axis in fixed and fixed[axis] not in can:
             fix = f"Pass --{axis} with one of {', '.join(map(str, can))}"
-            both = f"it divides the {ranks} ranks, and {rule}"
+            both = f"it must divide the {ranks} ranks, and {rule}"
             raise ConfigError(explain(axis, fixed[axis], both, fix))
         axes[axis] = [fixed[axis]] if axis in fixed else can
     return axes

@@ -55,19 +55,21 @@ class Checkpoints:
         again: that may be one that this run has saved.
 
         Raises, on every rank, CheckpointError if there is none, and ConfigError if it is of another
-        model or has no step left.
+        model or has no step left, or if checkpoints of another run lie where this one saves.
         """
         source = self.config.resume
         if again and self.mesh.world.process_group.raw.bcast(self._has_saved()):
             source = self.config.save
-        if source is None:
-            return 0
+        step = 0
         try:
-            step = self._check(checkpoint.load(source, {}, self.mesh)["state"])
-            checkpoint.load(source, self.tree, self.mesh)
-            return step
+            if source is not None:
+                step = self._check(checkpoint.load(source, {}, self.mesh)["state"])
+                checkpoint.load(source, self.tree, self.mesh)
+            if not again:
+                on_first(self.mesh.world, self._check_folder)
         except MpiparError as error:  # all ranks have it
             raise mark(error) from None
+        return step
 
     def after(self, step: int) -> None:
         """Collective: begin a checkpoint if it is time for one; complete the one being written."""
@@ -82,7 +84,9 @@ class Checkpoints:
 
     def stop(self, step: int) -> Path | None:
         """Collective: leave a complete checkpoint of this step; return where, if any are saved."""
-        if self.config.save is not None and self._step != step:
+        if self.config.save is None:
+            return None
+        if self._step != step:
             self._begin(step)
         return self.finish()
 
@@ -116,6 +120,18 @@ class Checkpoints:
             raise mark(error) from None
         finally:
             self.saving = None
+
+    def _check_folder(self) -> None:
+        """Raise ConfigError if the folder to save in has the checkpoints of another run."""
+        save, resume = self.config.save, self.config.resume
+        if save is None or not self._has_saved():
+            return
+        here, source = Path(save).resolve(), Path(resume or "/").resolve()
+        newest = (here / LATEST).read_text().strip()
+        if here not in (source, source.parent) and newest != place.step_name(0):
+            rule = f"it holds the checkpoints of a run, the newest {newest}"
+            fix = f"Go on with that one by --resume {save}, or name another folder"
+            raise ConfigError(explain("save", save, rule, fix))
 
     def _has_saved(self) -> bool:
         """Say whether there is a checkpoint where this run saves."""

@@ -59,10 +59,10 @@ def _sizes(config: "TrainConfig") -> Iterator[Rule]:
     dim, heads = config.dim, config.heads
     yield "dim", dim % heads == 0, f"it is a multiple of heads={heads}", _dim(dim, heads)
     if config.model == "llama":
-        rule = f"rotary positions turn pairs, so it is a multiple of 2 x heads={heads}"
+        rule = f"rotary positions turn pairs, so it must be a multiple of 2 x heads={heads}"
         yield "dim", dim % (2 * heads) == 0, rule, _dim(dim, 2 * heads)
         fix = f"Pass --kv-heads with one of {', '.join(map(str, divisors(heads)))}"
-        yield "kv_heads", heads % config.kv == 0, f"it divides heads={heads}", fix
+        yield "kv_heads", heads % config.kv == 0, f"it must divide heads={heads}", fix
     else:
         rule = "only llama groups its queries"
         yield "kv_heads", config.kv == heads, rule, "Leave it out, or pass --model llama"
@@ -131,7 +131,7 @@ def _mesh(config: "TrainConfig", ranks: int, start: Start) -> Iterator[Rule]:
     dp = config.copies(ranks)
     if config.dp is None:
         if len(others) == 1:
-            name, rule = others[0], f"it divides the number of ranks, {ranks}"
+            name, rule = others[0], f"it must divide the number of ranks, {ranks}"
             fix = f"Pass --{name} with one of {', '.join(map(str, divisors(ranks)))}"
         else:
             name, rule = others[0], f"{' x '.join(others)} = {sizes} = {part} divides {ranks} ranks"
@@ -146,7 +146,7 @@ def _tensor(config: "TrainConfig", dp: int) -> Iterator[Rule]:
     tp = config.tp
     cut = ("heads", config.heads), ("kv_heads", config.kv), ("hidden", config.ffn)
     for name, value in (*cut, ("shared", config.shared)):
-        rule = f"it is cut over the tensor ranks, so it is a multiple of tp={tp}"
+        rule = f"it is cut over the tensor ranks, so it must be a multiple of tp={tp}"
         fix = f"Pass --{flag(name)} {nearest(value, tp)}, or another --tp"
         yield name, value % tp == 0, rule, fix
     for name in ("sequence_parallel", "overlap"):
@@ -179,7 +179,7 @@ def _experts(config: "TrainConfig", dp: int) -> Iterator[Rule]:
         return
     rule = f"a token chooses among experts={experts}, each at most once"
     yield "top_k", config.chosen <= experts, rule, f"Pass --top-k {experts} or less"
-    rule = f"it divides the dp x cp = {dp} x {config.cp} = {plane} ranks that hold tokens"
+    rule = f"it must divide the dp x cp = {dp} x {config.cp} = {plane} ranks that hold tokens"
     fix = f"Pass --ep with one of {', '.join(map(str, divisors(plane)))}"
     yield "ep", plane % ep == 0, rule, fix
     rule = f"each of the ep={ep} ranks has at least one expert"
@@ -191,7 +191,7 @@ def _experts(config: "TrainConfig", dp: int) -> Iterator[Rule]:
 
 
 def _batch(config: "TrainConfig", dp: int) -> Iterator[Rule]:
-    rule = f"each of the dp={dp} data-parallel ranks gets at least one sequence"
+    rule = f"each of the dp={dp} data-parallel ranks needs at least one sequence"
     yield "batch", config.batch >= dp, rule, f"Pass --batch {dp} or more"
     smallest = config.batch // dp
     rule = f"a rank has at least one sequence in each part, and the smallest share is {smallest}"

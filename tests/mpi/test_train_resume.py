@@ -66,6 +66,7 @@ def test_what_cannot_be_gone_on_from(world: MPI.Intracomm, shared_path: Path, te
         ({"resume": ""}, ConfigError, "resume='': it is empty"),
         ({"resume": str(shared_path / "none")}, CheckpointError, "does not exist"),
         ({"save": text}, CheckpointError, "cannot be made"),
+        ({}, ConfigError, "^save=.*holds the checkpoints of a run, the newest step-00000002"),
         ({"save": None}, ConfigError, "--save"),
     ]
     for changes, error, words in mistakes:

@@ -121,3 +121,13 @@ def test_without_checkpoints_it_ends_too(
     stopped(replace(TINY, data=text), world, tell)
     assert tell.rows == [{"step": 2, "stopped": "SIGTERM", "saved": None}]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_run_that_goes_on_without_saving_says_so(
+    world: MPI.Intracomm, shared_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tell = str(shared_path / "run"), Told()
+    train(replace(TINY, data=text, steps=2, save=folder), world)
+    before(monkeypatch, "train_step", 2, signal.SIGTERM, world)
+    stopped(replace(TINY, data=text, steps=9, resume=folder), world, tell)
+    assert tell.rows == [{"step": 4, "stopped": "SIGTERM", "saved": None}]

@@ -93,7 +93,7 @@ def test_every_layout_is_one_that_training_accepts() -> None:
 @pytest.mark.parametrize(
     ("ranks", "fixed", "words"),
     [
-        (8, {"tp": 3}, r"tp=3: it divides the 8 ranks, .* one of 1, 2, 4"),
+        (8, {"tp": 3}, r"tp=3: it must divide the 8 ranks, .* one of 1, 2, 4"),
         (8, {"pp": 8}, r"pp=8: .* one of the 4 layers.*1, 2, 4"),
         (8, {"dp": 5}, r"dp=5: .* one of 1, 2, 4, 8"),
         (64, {"tp": 1, "cp": 1, "pp": 1}, r"batch=16: each of at least 64 .* --batch 64"),
