@@ -11,8 +11,10 @@ et al., Post-failure recovery of MPI communication capability (2013).  Open MPI 
 `mpiexec --with-ft ulfm`.
 """
 
+import atexit
 import contextlib
 import os
+import signal
 from typing import cast
 
 from mpi4py import MPI
@@ -21,6 +23,7 @@ from mpipar.comm import flight, shared_memory, waiting
 from mpipar.errors import PeerError
 
 GONE = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
+PARTING = 10  # seconds for MPI to come to its end
 SWITCH = "OMPI_MCA_mpi_ft_enable"  # what `mpiexec --with-ft ulfm` puts into the environment
 
 
@@ -65,3 +68,16 @@ def shrink(world: MPI.Comm) -> MPI.Intracomm:
     made = cast(MPI.Intracomm, world.Shrink())
     made.Set_errhandler(MPI.ERRORS_RETURN)
     return made
+
+
+def end_in_time() -> None:
+    """Let the system end this process some seconds after its exit began, if it has not ended.
+
+    Open MPI now and then waits for ever in MPI_Finalize when a rank was killed.
+    """
+    atexit.register(_set_alarm)
+
+
+def _set_alarm() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(PARTING)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm import clock
+from mpipar.comm import clock, survive
 from mpipar.comm.choice import read_table, table_path
 from mpipar.kernels import native
 from mpipar.models.transformer import IGNORE
@@ -91,6 +91,7 @@ def train(
         with Mesh(world, *sizes, **options) as mesh, traced(config, mesh, guarded) as traced_step:
             return fit(config, mesh, corpus, guarded, signals, Course(world), traced_step)
     together(world, lambda: require_support(world.size))
+    survive.end_in_time()
     course = Course(world.Dup())
     while True:
         try:

@@ -1,13 +1,15 @@
 """`mpipar train --elastic`: who goes on, and jobs of Open MPI in which a rank is killed."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpipar.train.elastic import Survivor, arrange
-from tests.launch import launch, mpiexec
+from tests.launch import launch, mpiexec, run
 
 pytestmark = pytest.mark.launch
 
@@ -94,3 +96,10 @@ def test_what_it_needs_is_said() -> None:
     assert job.returncode == 2
     assert "elastic=True: it needs Open MPI started with --with-ft ulfm" in job.stderr
     assert "--with-ft ulfm mpipar train --elastic" in job.stderr
+
+
+def test_an_end_that_hangs_is_cut_short() -> None:
+    """What is registered first runs last: the sleep stands for an MPI_Finalize that waits."""
+    code = "import atexit, time; from mpipar.comm import survive; survive.PARTING = 1; "
+    code += "atexit.register(time.sleep, 30); survive.end_in_time()"
+    assert run([sys.executable, "-c", code], timeout=20).returncode == -signal.SIGALRM
