@@ -38,6 +38,12 @@ class Parameter(Tensor):
         self.on_update = None
         self.spec = Spec.replicated("", self.data.shape) if spec is None else spec
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parameter":
+        """Return a copy of the data, without gradient, and without hooks and home of this one."""
+        made = memo[id(self)] = Parameter(self.data.copy(), self.spec)
+        made.requires_grad = self.requires_grad
+        return made
+
 
 class Module:
     """Base of layers and models: a subclass sets attributes and defines `forward`.

@@ -1,7 +1,9 @@
 """The tree of modules: names, shared parameters, state, modes."""
 
+import copy
 import pydoc
 import re
+import threading
 from functools import partial
 
 import numpy as np
@@ -125,6 +127,26 @@ def test_a_parameter_always_has_a_spec():
     parameter = Parameter(np.zeros((2, 3)))
     assert parameter.requires_grad
     assert parameter.spec == Spec.replicated("", (2, 3))
+
+
+def test_a_copy_is_trained_by_itself():
+    """As for a moving average of weights; hooks may lead to what cannot be copied."""
+    model, heard = Outer(), []
+    model.first.scale.requires_grad = False
+    lock = threading.Lock()
+    model.first.linear.weight.register_hook(lambda _: heard.append(lock))
+    model(np.ones((5, 3), np.float32)).sum().backward()
+    copied = copy.deepcopy(model)
+    copied(np.ones((5, 3), np.float32)).sum().backward()
+    assert len(heard) == 1
+    assert copied.tied_weight is copied.first.linear.weight is not model.tied_weight
+    for (name, new), (_, old) in zip(
+        copied.named_parameters(), model.named_parameters(), strict=True
+    ):
+        np.testing.assert_array_equal(new.data, old.data)
+        assert not np.shares_memory(new.data, old.data), name
+        assert (new.spec, new.requires_grad) == (old.spec, old.requires_grad)
+        assert (new.grad is None) == (old.grad is None)
 
 
 TREE = """\
