@@ -23,7 +23,6 @@ from mpipar.checkpoint.share import Share
 from mpipar.errors import CheckpointError
 from mpipar.parallel.communicator import Communicator
 
-ROUND = 1 << 22  # bytes that a rank writes at a time
 LONG = 1 << 16  # bytes: runs of so many on average are long
 
 
@@ -98,9 +97,9 @@ def _are_long(comm: Communicator, share: Share) -> bool:
 def _runs(share: Share, sums: Sums) -> Iterator[tuple[np.ndarray, int]]:
     """Yield what this rank writes, and where, and add it to the sums."""
     for piece in share.pieces:
-        for low in range(0, piece.nbytes if piece else 0, ROUND):
+        for low in range(0, piece.nbytes if piece else 0, views.ROUND):
             assert piece is not None
-            high = min(piece.nbytes, low + ROUND)
+            high = min(piece.nbytes, low + views.ROUND)
             data, runs = piece.bytes(low, high), piece.runs.part(low, high)
             sums.add(data, runs.where, runs.length)
             at = 0

@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import dtype as dtype_of
 from mpipar.kernels import gelu
 from mpipar.kernels.matmul import matmul
 from mpipar.kernels.matmul.epilogue import ACCUMULATE, BIAS, RESIDUAL, TRANSPOSE_A, TRANSPOSE_B
 from mpipar.kernels.matmul.mma import product_mma
 from tests.cuda.compare import close
+from tests.cuda.products import BOTH, aligned, compare
 
-BOTH = TRANSPOSE_A | TRANSPOSE_B
 # dtype, batch, m, n, k, flags
 TINY = [
     ("bfloat16", 1, 16, 8, 16, 0),
@@ -35,24 +34,7 @@ def run(xp: Any, sizes: str) -> None:
     if sizes == "tiny":
         sys.setswitchinterval(1e-5)  # 128 threads hand over to each other all the time
     for dtype, batch, m, n, k, flags in TINY if sizes == "tiny" else LARGE:
-        draw = np.random.default_rng(m)
-        a, b, c, bias, residual = (
-            draw.standard_normal(shape).astype(dtype_of(dtype))
-            for shape in ((batch, m, k), (batch, k, n), (batch, m, n), (n,), (batch, m, n))
-        )
-        wanted = a.astype(np.float64) @ b.astype(np.float64)
-        for flag, one in ((ACCUMULATE, c), (BIAS, bias), (RESIDUAL, residual)):
-            wanted += one.astype(np.float64) if flags & flag else 0
-        if flags & TRANSPOSE_A:
-            a = np.ascontiguousarray(a.transpose(0, 2, 1))
-        if flags & TRANSPOSE_B:
-            b = np.ascontiguousarray(b.transpose(0, 2, 1))
-        a, b, c, bias, residual = (aligned(xp, x) for x in (a, b, c, bias, residual))
-        product_mma(
-            a, b, c, m, n, k, flags,
-            batch=batch, a_step=m * k, b_step=k * n, bias=bias, residual=residual,
-        )  # fmt: skip
-        close(c, wanted)
+        compare(xp, product_mma, dtype, batch, m, n, k, flags)
     chosen(xp)
 
 
@@ -64,14 +46,3 @@ def chosen(xp: Any) -> None:
     how: dict[str, Any] = {"activation": "gelu", "implementation": "mma"}
     x, w, bias = (aligned(xp, one) for one in (x, w, bias))
     close(matmul(x, w, transpose_b=True, bias=bias, **how), wanted)
-
-
-def aligned(xp: Any, x: np.ndarray) -> Any:
-    """Return x on the device; in NumPy a copy that begins at a multiple of 16 bytes."""
-    if xp is not np:
-        return xp.asarray(x)
-    memory = np.empty(x.nbytes + 16, np.uint8)
-    start = -memory.ctypes.data % 16
-    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    copy[...] = x
-    return copy

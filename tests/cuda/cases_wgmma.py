@@ -11,10 +11,9 @@ from mpipar.errors import ConfigError
 from mpipar.kernels.matmul import Task, matmul, reference
 from mpipar.kernels.matmul.epilogue import ACCUMULATE, BIAS, RESIDUAL, TRANSPOSE_A, TRANSPOSE_B
 from mpipar.kernels.matmul.wgmma import CAPABILITY, WIDTH, product_wgmma
-from tests.cuda.cases_mma import aligned
 from tests.cuda.compare import close
+from tests.cuda.products import BOTH, aligned, compare
 
-BOTH = TRANSPOSE_A | TRANSPOSE_B
 # dtype, batch, m, n, k, flags, width of a tile
 TINY = [
     ("float16", 1, 72, 40, 264, 0, 64),  # the ring goes round
@@ -36,24 +35,7 @@ def run(xp: Any, sizes: str) -> None:
         print("no Hopper: nothing to run")
         return
     for dtype, batch, m, n, k, flags, width in TINY if sizes == "tiny" else LARGE:
-        draw = np.random.default_rng(m)
-        a, b, c, bias, residual = (
-            draw.standard_normal(shape).astype(dtype_of(dtype))
-            for shape in ((batch, m, k), (batch, k, n), (batch, m, n), (n,), (batch, m, n))
-        )
-        wanted = a.astype(np.float64) @ b.astype(np.float64)
-        for flag, one in ((ACCUMULATE, c), (BIAS, bias), (RESIDUAL, residual)):
-            wanted += one.astype(np.float64) if flags & flag else 0
-        if flags & TRANSPOSE_A:
-            a = np.ascontiguousarray(a.transpose(0, 2, 1))
-        if flags & TRANSPOSE_B:
-            b = np.ascontiguousarray(b.transpose(0, 2, 1))
-        a, b, c, bias, residual = (aligned(xp, x) for x in (a, b, c, bias, residual))
-        product_wgmma(
-            a, b, c, m, n, k, flags, batch=batch, a_step=m * k, b_step=k * n, width=width,
-            bias=bias, residual=residual,
-        )  # fmt: skip
-        close(c, wanted)
+        compare(xp, product_wgmma, dtype, batch, m, n, k, flags, width=width)
     chosen(xp)
 
 
