@@ -1,22 +1,25 @@
 """Lets `mpiexec -n 4 pytest` run the whole suite: a pytest plugin for several MPI ranks.
 
-    rank 0   unit 0  unit 2  .  |  mpi a  agree  mpi b  agree  ...  |  summary of all ranks
-    rank 1   unit 1  unit 3  .  |  mpi a  agree  mpi b  agree  ...  |  (quiet)
-    rank 2   launch 0  launch 2 |  mpi a  agree  mpi b  agree  ...  |  (quiet)
-    rank 3   launch 1  launch 3 |  mpi a  agree  mpi b  agree  ...  |  (quiet)
+    rank 0   unit 0  unit 2      |  mpi a  agree  mpi b  agree  ...  |  summary of all ranks
+    rank 1   unit 1    launch 2  |  mpi a  agree  mpi b  agree  ...  |  (quiet)
+    rank 2   launch 0  unit 3    |  mpi a  agree  mpi b  agree  ...  |  (quiet)
+    rank 3   launch 1            |  mpi a  agree  mpi b  agree  ...  |  (quiet)
 
 - A test with the mark `mpi` runs on every rank at once. Afterwards the ranks trade their outcomes:
   if it failed on any, it failed on all, and the report shows the error of each failing rank.
-- Every other test runs on one rank only; those that start an `mpiexec` themselves run on the last
-  two, so two jobs at a time. Rank 0 reports them all, and every rank's exit code knows of failures.
+- Every other test runs on one rank only, the next that is free. The last two ranks begin with those
+  that start an `mpiexec` themselves; of the others all but rank 0 help them at the end, so that not
+  too many jobs run at a time. Rank 0 reports them all; every rank's exit code knows of failures.
 - Each test has a time limit (60 s; `@pytest.mark.time_limit(seconds)`). When a rank has failed, the
   others get a short grace to finish the same test. Past either, the job ends with all stacks shown.
 """
 
+import gc
 import hashlib
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,12 @@ from mpi4py import MPI
 from tests import launch
 from tests.ranks import reports
 from tests.ranks.exchange import Exchange
+from tests.ranks.queue import Queue
 from tests.ranks.watchdog import Watchdog
 
 LIMIT = 60.0  # seconds for a test
 LAUNCH_LIMIT = 300.0  # for one that starts its own mpiexec
-LAUNCHERS = 2  # ranks that run those
+LAUNCHERS = 2  # ranks that begin with those
 FINALIZE_LIMIT = 60  # seconds for MPI_Finalize at the end of the process
 
 failed_here = pytest.StashKey[bool]()  # set on an item when it failed on this rank
@@ -109,15 +113,28 @@ class Ranks:
         """Say on how many ranks of which library this runs."""
         return f"MPI: {self.size} ranks, {MPI.Get_library_version().splitlines()[0]}"
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Bring the outcomes of all ranks together when this rank's loop ends, however it ends."""
-        session.testscollected = self.total  # none on this rank does not mean that there are none
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run this rank's tests; bring the outcomes of all together, however it ends."""
         try:
-            return (yield)
+            if session.testsfailed and not session.config.option.continue_on_collection_errors:
+                raise session.Interrupted(f"{session.testsfailed} errors during collection")
+            if not session.config.option.collectonly:
+                self._run(session)
+            return True
         finally:
             self.watchdog.disarm()
             self._finish(session)
+
+    def _run(self, session: pytest.Session) -> None:
+        gc.freeze()  # what the suite itself holds: looking through it takes gc.collect() 0.3 s
+        for item, following in pairwise(chain(self._own(session.items), [None])):
+            assert item is not None
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Tell the others if this rank never came to its loop."""
@@ -136,22 +153,25 @@ class Ranks:
     def pytest_collection_modifyitems(
         self, session: pytest.Session, items: list[pytest.Item]
     ) -> None:
-        """Keep this rank's share of the tests for one process, then all of the MPI tests."""
-        everywhere = [item for item in items if is_collective(item)]
+        """Make sure that all ranks know the same tests."""
+        digest = hashlib.sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
+        if len(set(self.exchange.trade(digest).values())) > 1:
+            raise pytest.UsageError("the ranks collected different tests")
+
+    def _own(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+        """Yield what this rank takes of the tests for one process, then all of the MPI tests."""
+        if self.size == 1:
+            yield from items
+            return
         alone = [item for item in items if not is_collective(item)]
-        launching = [item for item in alone if is_launching(item)]
-        alone = [item for item in alone if not is_launching(item)]
-        if self.size > 1:
-            digest = hashlib.sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
-            if len(set(self.exchange.trade(digest).values())) > 1:
-                raise pytest.UsageError("the ranks collected different tests")
-            launchers = min(LAUNCHERS, self.size) if launching else 0
-            helpers = self.size - launchers or self.size
-            last = self.rank - (self.size - launchers)  # which of the launchers this rank is
-            alone = alone[self.rank :: helpers] if self.rank < helpers else []
-            launching = launching[last::launchers] if last >= 0 and launchers else []
-        self.total = len(items)
-        items[:] = alone + launching + everywhere
+        folder = self.watchdog.folder
+        launching = Queue(folder / "launching", [item for item in alone if is_launching(item)])
+        others = Queue(folder / "others", [item for item in alone if not is_launching(item)])
+        if self.rank >= self.size - LAUNCHERS:
+            yield from chain(launching, others)
+        else:
+            yield from chain(others, launching if self.rank else [])
+        yield from (item for item in items if is_collective(item))
 
     # ---- running one
 
@@ -208,6 +228,8 @@ class Ranks:
     def _meet(self, session: pytest.Session) -> None:
         """Wait, without a limit of its own, until all ranks are through with their own tests."""
         self.met = True
+        gc.collect()
+        gc.freeze()
         unsent, self.unsent = self.unsent, []
         for sent in self._trade(session, "the tests on all ranks", unsent):
             self._print(sent)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CASES = sorted(file.stem for file in (ROOT / "tests/cuda").glob("cases_*.py"))
 
 
-@pytest.mark.launch
+@pytest.mark.time_limit(120)
 @pytest.mark.parametrize("cases", CASES)
 def test_kernels_equal_their_references(cases: str) -> None:
     command = [sys.executable, "-m", "tests.cuda", cases]
