@@ -91,6 +91,7 @@ class ProcessGroup:
         self.calls: Counter[str] = Counter()
         self.seconds = 0.0
         self.sequence = 0
+        self.about = ""  # what the latest call is of, in words, where arrays do not tell it
         self.destroyed = False
         self._parting: Requests | None = None  # a barrier, once `destroy` has begun
         self.broken: BaseException | None = None  # what went wrong in a call that had begun
@@ -229,7 +230,8 @@ class ProcessGroup:
             prepared = self.prepare(call)
         self.sequence += 1
         self.calls[call.collective] += 1
-        record = self.flight.note(Record(self.sequence, prepared.label.details))
+        what = prepared.label.details + self.about
+        record = self.flight.note(Record(self.sequence, what))
         try:
             persistent = prepared.persistent
             if persistent is not None and not async_op:
@@ -274,7 +276,8 @@ class ProcessGroup:
             if prepared.divisor != 1:
                 finish = dividing(output, prepared.divisor, finish)
             return Requests([request], self.flight, finish, "inside the MPI library")
-        tag = SEQUENCE_TAG + ((self.sequence & 0x3FFF) << 8) + (prepared.signature & 0xFF)
+        signature = zlib.crc32(self.about.encode(), prepared.signature)
+        tag = SEQUENCE_TAG + ((self.sequence & 0x3FFF) << 8) + (signature & 0xFF)
         how = {"plan": prepared.plan, "source": source, "output": output, "tag": tag}
         how |= {"divisor": prepared.divisor, "pool": self.pool, "watchdog": self.flight}
         if self.lane is None:

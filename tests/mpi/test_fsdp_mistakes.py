@@ -8,7 +8,9 @@ import pytest
 from mpi4py import MPI
 
 import mpipar as mp
-from mpipar.errors import BufferMismatchError, ConfigError, StateError
+from mpipar.autograd import Tape
+from mpipar.comm import waiting
+from mpipar.errors import BufferMismatchError, ConfigError, MismatchError, StateError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
 
@@ -161,6 +163,76 @@ def test_an_exception_in_backward_on_one_rank(comm: mp.Communicator) -> None:
 
 
 # -- what is set after wrapping --------------------------------------------------------------------
+
+
+class Rows(mp.nn.Module):
+    """Units of three rows, which no two, three or four ranks but three can share out equally."""
+
+    def __init__(self, units: int) -> None:
+        self.blocks = [
+            mp.nn.Linear(64, 3, bias=False, seed=0, name=f"b{n}", dtype="float64")
+            for n in range(units)
+        ]
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = x + block(x).tanh().sum() / 10
+        return (x * x).sum()
+
+
+@pytest.mark.parametrize("units", [16, 32])
+def test_ranks_with_shards_of_other_sizes_gather_alike(comm: mp.Communicator, units: int) -> None:
+    """Whether the next unit is on its way depends on sizes, and must not on those of one rank."""
+    alone = Rows(units)
+    x = np.random.default_rng(0).standard_normal((4, 64))
+    alone(mp.Tensor(x)).backward()
+    with mp.FSDP(Rows(units), comm, full("FULL_SHARD", flatten_parameters=False)) as net:
+        for _ in range(2):
+            net.zero_grad()
+            net(mp.Tensor(x)).backward()
+        for shard, block in zip(net.parameters(), alone.blocks, strict=True):
+            right = block.weight.grad.reshape(-1)[shard.spec.global_index().reshape(-1)]
+            np.testing.assert_allclose(shard.grad.reshape(-1), right, rtol=1e-12)
+
+
+class Skipping(Net):
+    """It leaves out what `left_out` says."""
+
+    left_out = 0
+
+    def forward(self, x: Any) -> Any:
+        for number, block in enumerate(self.blocks):
+            if number != self.left_out:
+                x = block(x).tanh()
+        return self.head(x)
+
+
+def test_ranks_that_leave_out_other_units_are_named(
+    comm: mp.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their units have equal sizes, and as many are used: none gets another's parameters."""
+    if comm.size == 1:
+        return
+    monkeypatch.setattr(waiting, "STUCK_SECONDS", 0.05)
+    net = mp.FSDP(Skipping(), comm, full("FULL_SHARD", prefetch=False))
+    net.module.left_out = min(comm.rank, 1)
+    with Tape(), pytest.raises(MismatchError, match=r"rank 0: .* of unit 1 for forward"):
+        loss_of(net, comm.rank)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_update_between_forward_and_backward(comm: mp.Communicator, strategy: str) -> None:
+    """What forward has saved belongs to the values before it."""
+    net = mp.FSDP(Net(), comm, full(strategy))
+    optimizer = mp.optim.SGD(net.parameters(), lr=0.1)
+    loss_of(net, comm.rank).backward()
+    loss = loss_of(net, comm.rank, 1)
+    optimizer.step()
+    with pytest.raises(StateError, match="after backward"):
+        loss.backward()
+    net.zero_grad()
+    loss_of(net, comm.rank, 1).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

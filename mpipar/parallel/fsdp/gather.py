@@ -10,8 +10,10 @@ for backward:
     backward   use 3 (B), 2 is still in A  | use 2 (A), 1 (B) | use 1 (B), 0 (A) | use 0 (A)
 
 All ranks gather the same units in the same order: at each use the unit itself, if it is not there,
-and then its neighbour, whatever the rank's data look like.  Else (ZeRO-1 and 2, or a copy that is
-not cut) every unit has a buffer that stays, and is gathered once a step (watch.py says when).
+and then its neighbour, whatever the rank's data look like.  (The messages say which unit they are
+of: where ranks run different ones, none gets another's parameters, and all get an error.)  Else
+(ZeRO-1 and 2, or a copy that is not cut) every unit has a buffer that stays, and is gathered once a
+step (watch.py says when).
 
 Cost of a step: two all_gathers of the parameters if they are freed, else one.
 """
@@ -175,7 +177,8 @@ class Gatherer:
                 own = block
             if unit.cut.ranks > 1:
                 assert self._link is not None
-                sent = self._link.all_gather(own, whole[segment.where], segment.sizes)
+                what = f"{unit.label} for {'backward' if self.backward else 'forward'}"
+                sent = self._link.all_gather(own, whole[segment.where], segment.sizes, what)
                 place.handles.append(sent)
         unit.point(whole)
         place.current = not place.handles

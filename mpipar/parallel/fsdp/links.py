@@ -40,9 +40,13 @@ class Link:
         if self.algorithm is not None and own.segment_bytes is None and self.comm.size > 1:
             own.segment_bytes = max(LEAST_SEGMENT, ROUND_BYTES // (self.comm.size - 1))
 
-    def all_gather(self, own: Array, whole: Array, sizes: tuple[int, ...]) -> Any:
-        """Post the gathering of blocks of these sizes in `whole`; return the handle."""
+    def all_gather(self, own: Array, whole: Array, sizes: tuple[int, ...], what: str) -> Any:
+        """Post the gathering of blocks of these sizes in `whole`; return the handle.
+
+        what: which parameters, and what for; ranks that do not agree on that get an error.
+        """
         how: dict[str, Any] = {"algorithm": self.algorithm, "async_op": True}
+        self.comm.process_group.about = f" of {what}"
         return self.comm.all_gather(own, dim=0, sizes=sizes, out=whole, **how)
 
     def reduce_scatter(self, whole: Array, own: Array, sizes: tuple[int, ...], op: str) -> Any:

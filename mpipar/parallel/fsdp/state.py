@@ -56,7 +56,8 @@ def whole_values(unit: Unit, links: Links) -> Array:
             whole[segment.where] = own
         else:
             assert links.gather is not None
-            links.gather.all_gather(own, whole[segment.where], segment.sizes).wait()
+            what = f"{unit.label} for its state"
+            links.gather.all_gather(own, whole[segment.where], segment.sizes, what).wait()
     return whole
 
 

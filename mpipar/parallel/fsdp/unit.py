@@ -167,7 +167,10 @@ class Unit:
 
 
 def costs_little(units: Sequence[Unit], buffers: int) -> bool:
-    """Say whether so many buffers, each for any of the units, are little beside what is kept."""
+    """Say whether so many buffers, each for any of the units, are little beside what is kept.
+
+    By a rank on average, since all must say the same: they gather in the same order.
+    """
     largest = max((unit.gradient_bytes for unit in units), default=0)
-    kept = 4 * sum(unit.shard_bytes for unit in units)  # values, gradients and two moments
-    return buffers * largest <= SPARE * kept
+    shards = sum(unit.layout.total * unit.wide.itemsize / unit.cut.ranks for unit in units)
+    return buffers * largest <= SPARE * 4 * shards  # values, gradients and two moments

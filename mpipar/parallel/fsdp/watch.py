@@ -28,6 +28,7 @@ class Watch:
         self._stale = True
         self._ready = False  # shards have gradients that no optimiser of ours has used
         self._seen: list[bytes] = []
+        self.updates = 0  # how often they were given other values
         for unit in units:
             for name, param, shard in zip(unit.names, unit.params, unit.shards, strict=True):
                 shard.on_update = self.updated
@@ -40,11 +41,20 @@ class Watch:
     def updated(self) -> None:
         """An optimiser is about to use them."""
         self._ready, self._stale = False, True
+        self.updates += 1
 
     def written(self) -> None:
         """The shards have other values."""
         self.adopt()
         self._stale = True
+        self.updates += 1
+
+    def check_updates(self, updates: int) -> None:
+        """Raise StateError if the shards have got other values since there were so many updates."""
+        if updates != self.updates:
+            rule = "the shards have got other values since its forward, which saved the old ones"
+            fix = "Call optimizer.step(), load_state_dict and the like after backward"
+            raise StateError(explain("backward", "too late", rule, fix))
 
     def gathered(self) -> None:
         """All is gathered, whatever was the case."""

@@ -65,8 +65,9 @@ class FSDP(Wrapper):
     (or by the last alone, see `no_sync`), and never divided by their number, as
     DataParallel(accumulation_steps=) does: divide the loss.
 
-    Every rank runs every forward and backward.  An exception that is caught must be caught on every
-    rank: others wait for one that leaves alone, until a time limit.  The module's own parameters
+    Every rank runs every forward and backward, and the same units in each (MismatchError).  An
+    exception that is caught must be caught on every rank: others wait for one that leaves alone,
+    until a time limit.  The module's own parameters
     are there while it runs, and empty otherwise; what there is of them is in `parameters()`.
     Attributes are those of the module, and so are the names in `state_dict`.
     """
@@ -178,7 +179,7 @@ class FSDP(Wrapper):
 
         return enter, back
 
-    def _enter(self) -> int:
+    def _enter(self) -> tuple[int, int]:
         if self._gatherer.held:
             self._gatherer.begin(changed=False)
         else:
@@ -186,14 +187,16 @@ class FSDP(Wrapper):
             self._flags.follow()
             self._watch.check_module()
             self._gatherer.begin(self._watch.changed(self._reducer.is_pending))
-        return self._flags.epoch
+        return self._flags.epoch, self._watch.updates
 
     def _leave(self, recorded: bool) -> None:
         if not recorded:
             self._gatherer.rest()
 
-    def _enter_backward(self, epoch: int) -> None:
+    def _enter_backward(self, entered: tuple[int, int]) -> None:
+        epoch, updates = entered
         self._flags.check(epoch)
+        self._watch.check_updates(updates)
         self._backward.begin(quiet=self._quiet > 0)
         self._gatherer.use_base()
         for unit in self._base:
