@@ -35,9 +35,7 @@ class Checkpoint:
 
 def check(config: Checkpoint) -> None:
     """Raise ConfigError for what cannot be measured."""
-    size, have = byte_count(config.size), memory.available()
-    if size < 1:
-        raise ConfigError(explain("size", config.size, "it is at least 1", "Pass --size 256MiB"))
+    size, have = byte_count("size", config.size, least=1), memory.available()
     if have is not None and size > have / 2:
         rule = f"the arrays take as much memory, and this machine has {memory.amount(have)}"
         raise ConfigError(explain("size", config.size, rule, "Pass a smaller one"))
@@ -57,10 +55,10 @@ def measured(config: Checkpoint, world: Any) -> list[Any]:
         check(config)
         if world.rank == 0:  # which writes
             files.check(config.json, "json")
-            checkpoint.check_room(config.dir, int(byte_count(config.size)))
+            checkpoint.check_room(config.dir, int(byte_count("size", config.size)))
 
     together(world, ready)
-    rows, nbytes = [], int(byte_count(config.size))
+    rows, nbytes = [], int(byte_count("size", config.size))
     with (
         Communicator(world, name="bench") as comm,
         checkpoint.workplace(comm, config.dir) as folder,

@@ -45,7 +45,7 @@ def run(config: Config) -> int:
     from mpipar.huggingface.settings import is_folder
     from mpipar.parallel.communicator import Communicator
 
-    most = int(byte_count(config.max_file))
+    most = int(byte_count("max_file", config.max_file, least=1))
     with Communicator(MPI.COMM_SELF) as comm:
         if is_folder(config.source):
             made = to_checkpoint(config.source, config.target, comm, config.dtype)

@@ -81,6 +81,7 @@ def generate(config: Config, world: "MPI.Intracomm") -> str:
     from mpipar.train.agree import mark, same, together
 
     same(world, "the configuration", repr(config), "Start all ranks with the same flags.")
+    together(world, lambda: _check(config))
     size = together(world, lambda: _checked(model_of(config.checkpoint), world.size))
     text, prompt = together(world, lambda: _prompt(config, size))
     with Mesh(world, tp=world.size) as mesh:
@@ -95,6 +96,15 @@ def generate(config: Config, world: "MPI.Intracomm") -> str:
             raise mark(error) from None
     whole = np.concatenate([prompt, new])
     return " ".join(map(str, whole)) if text is None else text.decode(whole)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for what no model can do, before one is read."""
+    if config.tokens < 0:
+        raise ConfigError(explain("tokens", config.tokens, "it must be >= 0", "Say --tokens 200"))
+    if not config.temperature >= 0:
+        rule = "it must be >= 0"
+        raise ConfigError(explain("temperature", config.temperature, rule, "Say --temperature 1"))
 
 
 def _checked(size: "ModelConfig", ranks: int) -> "ModelConfig":

@@ -156,7 +156,7 @@ def run(config: Config) -> int:
             machine.write(config.machine, speeds)
     nodes = node_sizes(config.nodes, config.ranks) or (config.ranks,)
     links = Links(speeds, config.ranks, nodes, config.shared)
-    plans = search(job, links, byte_count(config.memory), pinned(config), config.top)
+    plans = search(job, links, byte_count("memory", config.memory), pinned(config), config.top)
     if config.json is not None:
         text = json.dumps(document(job, links, plans), indent=1)
         if to_stdout:
@@ -299,7 +299,7 @@ def _check(config: Config) -> int:
     job = job_of(config, world.size)
     speeds = measured_machine(job, Layout(dp=world.size), world)
     links = Links(speeds, world.size, world.size)
-    layout = search(job, links, byte_count(config.memory), pinned(config), 1)[0].layout
+    layout = search(job, links, byte_count("memory", config.memory), pinned(config), 1)[0].layout
     found = measured(job, layout, world, speeds, again=True)
     if world.rank == 0:
         print(

@@ -237,15 +237,19 @@ def rank_counts(text: str, what: str = "ranks") -> list[int]:
     return counts
 
 
-def byte_count(text: str) -> float:
-    """Return the bytes that `65536`, `64MiB`, `4kB` or `1e9` names; ConfigError for others."""
+def byte_count(what: str, text: str, least: int = 0) -> float:
+    """Return the bytes that `65536`, `64MiB`, `4kB` or `1e9` names, as the value of `what`.
+
+    Raises ConfigError for others, and for less than `least`.
+    """
     units = {"": 1, "b": 1}
     for power, letter in enumerate("kmgt", 1):
         units |= {f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
     found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", text.strip().lower())
     size = float(found[1]) * units.get(found[2], math.nan) if found else math.nan
-    if not math.isfinite(size):
-        raise ConfigError(explain("bytes", text, "it is a number of bytes", "Say 64MiB, or 65536"))
+    if not (math.isfinite(size) and size >= least):
+        rule = f"it must be a number of bytes{f', at least {least}' * (least > 0)}"
+        raise ConfigError(explain(what, text, rule, "Say 64MiB, or 65536"))
     return size
 
 
@@ -317,7 +321,7 @@ def _network(config: _Simulated) -> Network:
 
 
 def _simulate(config: Simulate) -> int:
-    chosen, network, nbytes = names(config.name), _network(config), byte_count(config.bytes)
+    chosen, network, nbytes = names(config.name), _network(config), byte_count("bytes", config.bytes)
     nodes = network.layout(config.ranks)
     schedules = [_schedule(config, *one, nodes) for one in chosen]
     failed: list[ScheduleError] = []
@@ -369,7 +373,7 @@ def _draw(config: Draw) -> int:
     network = _network(config)
     schedule = _schedule(config, collective, algorithm, network.layout(config.ranks))
     full = config.ranks <= 32
-    result = simulate(schedule, byte_count(config.bytes), network, full=full)
+    result = simulate(schedule, byte_count("bytes", config.bytes), network, full=full)
     ranks = limits.plural(config.ranks, "rank")
     title = f"{schedule.name} of {config.bytes} on {ranks}: {seconds(result.makespan)}"
     if config.svg is None:

@@ -3,7 +3,8 @@
 When a rank dies of an exception while others wait for its message, MPI does not notice.  The first
 Communicator therefore chains `sys.excepthook` and `threading.excepthook`: the traceback is printed
 as usual, then one line that names the rank and its host, then MPI_Abort ends all ranks with exit
-code 1.  Ctrl-C is one line, without a traceback.  MPIPAR_ABORT=0 opts out.
+code 1.  What rank 0 and others fail of alike is printed once (alike.py).  Ctrl-C is one line,
+without a traceback.  MPIPAR_ABORT=0 opts out.
 
 A launcher that hears of an abort may drop what it has not yet read from this rank's stderr, so the
 abort waits until the pipe is empty.
@@ -21,9 +22,13 @@ from types import TracebackType
 
 from mpi4py import MPI
 
+from mpipar.comm import alike
+from mpipar.errors import MpiparError
+
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 DELIVERY = 2.0  # seconds at most for the launcher to read what this rank said
 FORWARDING = 0.1  # seconds for the launcher to pass on what it has read
+SILENCE = 5.0  # seconds for another rank to say what this one would, and end the job
 _installed = False
 
 
@@ -36,26 +41,47 @@ def install() -> None:
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ranks = [MPI.COMM_WORLD.rank]
         if not issubclass(kind, KeyboardInterrupt):
+            if not MPI.Is_finalized():
+                ranks = alike.ranks_with(_words(kind, error))
+            if ranks[0] != MPI.COMM_WORLD.rank:
+                time.sleep(SILENCE)
             previous(kind, error, trace)
-        _abort(kind, error)
+        _abort(kind, error, ranks)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
         previous_thread(arguments)
         if arguments.exc_type is not SystemExit:
-            _abort(arguments.exc_type, arguments.exc_value)
+            _abort(arguments.exc_type, arguments.exc_value, [MPI.COMM_WORLD.rank])
 
     sys.excepthook, threading.excepthook = hook, thread_hook
 
 
-def _abort(kind: type[BaseException], error: BaseException | None) -> None:
+def _abort(kind: type[BaseException], error: BaseException | None, ranks: list[int]) -> None:
     if MPI.Is_finalized():
         return
-    interrupted = issubclass(kind, KeyboardInterrupt)
-    what = "was interrupted" if interrupted else "failed"
-    why = "" if interrupted else f": {kind.__name__}: {error}"
-    text = f"rank {MPI.COMM_WORLD.rank} on {platform.node()} {what} and ends the job{why}"
-    end_job(f"mpipar: {text}", INTERRUPTED if interrupted else 1)
+    if issubclass(kind, KeyboardInterrupt):
+        end_job(f"mpipar: {_who(ranks)} was interrupted and ends the job", INTERRUPTED)
+    ends = "failed and end" + "s" * (len(ranks) == 1)
+    end_job(f"mpipar: {_who(ranks)} {ends} the job: {kind.__name__}: {error}", 1)
+
+
+def _words(kind: type[BaseException], error: BaseException) -> str:
+    """Return what is the same on ranks that fail alike: of our errors what comes before a colon.
+
+    Behind it may stand what each rank has heard of the others.
+    """
+    text = str(error)
+    return f"{kind.__name__}: {text.split(': ')[0] if isinstance(error, MpiparError) else text}"
+
+
+def _who(ranks: list[int]) -> str:
+    """Return "rank 2 on node1" or "ranks 0, 2, 3" or "all 4 ranks"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} on {platform.node()}"
+    size = MPI.COMM_WORLD.size
+    return f"all {size} ranks" if len(ranks) == size else f"ranks {', '.join(map(str, ranks))}"
 
 
 def end_job(text: str, code: int) -> None:

@@ -231,16 +231,16 @@ def test_words_for_numbers() -> None:
         ("1e3", 1000),
         ("0.5 GiB", 2**29),
     ]:
-        assert byte_count(text) == value
+        assert byte_count("size", text) == value
     assert node_sizes("2,3", 5) == (2, 3)
     assert node_sizes("4", 10) == (4, 4, 2)
     assert node_sizes(None, 10) is None
     for wrong in ("", "0", "a", "3..", "1,,2"):
         with pytest.raises(ConfigError, match="ranks="):
             rank_counts(wrong)
-    for wrong in ("", "1.2.3", "5 apples", "-1"):
-        with pytest.raises(ConfigError, match="bytes="):
-            byte_count(wrong)
+    for wrong in ("", "1.2.3", "5 apples", "-1", "nan", "0"):
+        with pytest.raises(ConfigError, match="size="):
+            byte_count("size", wrong, least=1)
 
 
 def test_only_the_first_rank_of_a_job_speaks(

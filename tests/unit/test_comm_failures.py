@@ -36,7 +36,7 @@ def test_a_mismatch_without_check_ends_the_job(name: str) -> None:
     code, output, seconds = job(MISMATCHES[name] + "\ncomm.barrier()\nprint('went on')")
     assert code != 0
     assert seconds < 30
-    assert "ends the job" in output
+    assert "end the job" in output  # all ranks, together
     assert "MismatchError" in output
     assert "#1" in output  # the sequence number
 
@@ -49,6 +49,14 @@ def test_one_rank_raises_while_the_others_wait() -> None:
     assert seconds < 30
     assert "rank 1 on" in output
     assert "RuntimeError: broken" in output
+
+
+def test_an_error_of_several_ranks_is_printed_once() -> None:
+    code, output, seconds = job("if r != 1: raise RuntimeError('broken')\ncomm.barrier()")
+    assert code != 0
+    assert seconds < 30
+    assert "mpipar: ranks 0, 2 failed and end the job: RuntimeError: broken" in output
+    assert output.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("n", [2, 4])
