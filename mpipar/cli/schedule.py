@@ -321,7 +321,8 @@ def _network(config: _Simulated) -> Network:
 
 
 def _simulate(config: Simulate) -> int:
-    chosen, network, nbytes = names(config.name), _network(config), byte_count("bytes", config.bytes)
+    chosen, network = names(config.name), _network(config)
+    nbytes = byte_count("bytes", config.bytes)
     nodes = network.layout(config.ranks)
     schedules = [_schedule(config, *one, nodes) for one in chosen]
     failed: list[ScheduleError] = []
