@@ -2,7 +2,8 @@
 
 A subcommand is a module of this package with a frozen dataclass `Config` (or a union of some, for
 subcommands of its own), `run(config) -> int`, the exit code, and `ALONE`, those configurations that
-one process runs without MPI.  tyro makes flags, help and checks
+one process runs without MPI.  (`run` of `train` gets a function too, which reads the command again
+with other defaults.)  tyro makes flags, help and checks
 of types from the dataclass: the same typed class serves programs and the command line, and there is
 no parser to keep in step with it.  Only the module that was asked for is imported.
 
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib import import_module
 
 from mpipar.errors import MpiparError
@@ -90,6 +92,8 @@ def _main(arguments: list[str]) -> int:
         return _leave(command, arguments, unsaid)
     if isinstance(config, module.ALONE) and not launch.first_of_job():
         return 0  # the first process of the job does it
+    if command == "train":
+        return module.run(config, partial(_read, module.Config, arguments[1:], command))
     return module.run(config)
 
 
@@ -151,10 +155,13 @@ def _usage() -> str:
     )
 
 
-def _read(config: type, arguments: list[str], command: str) -> object:
+def _read(
+    config: type, arguments: list[str], command: str, default: object | None = None
+) -> object:
+    """Return the settings that the arguments give; where they give none, those of `default`."""
     import tyro
 
-    return tyro.cli(config, args=arguments, prog=f"mpipar {command}")
+    return tyro.cli(config, args=arguments, prog=f"mpipar {command}", default=default)
 
 
 @contextmanager

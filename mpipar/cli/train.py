@@ -36,15 +36,18 @@ BETWEEN_RANKS = (BufferMismatchError, CollectiveTimeoutError, DtypeMismatchError
 HEAD_START = 0.5  # seconds for one process to speak, where the others cannot be told when it has
 
 
-def run(config: Config) -> int:
-    """Collective: train as `config` says; return the exit code, the same on every rank."""
+def run(config: Config, read: Callable[[Config], Config]) -> int:
+    """Collective: train as `config` says; return the exit code, the same on every rank.
+
+    read: reads the command again, with other settings where it gives none.
+    """
     from mpipar.train.signals import Signals
 
     with Signals() as signals:
-        return _run(config, signals)
+        return _run(config, read, signals)
 
 
-def _run(config: Config, signals: "Signals") -> int:
+def _run(config: Config, read: Callable[[Config], Config], signals: "Signals") -> int:
     """Train; a signal that comes from now on ends the run in order."""
     from mpipar.train import launch
 
@@ -54,7 +57,8 @@ def _run(config: Config, signals: "Signals") -> int:
 
     from mpipar.comm.abort import end_job
     from mpipar.train import heap
-    from mpipar.train.agree import is_of_all_ranks
+    from mpipar.train.again import going_on
+    from mpipar.train.agree import is_of_all_ranks, together
     from mpipar.train.loop import train
     from mpipar.train.progress import display
     from mpipar.train.report import JsonLog, Plot, Report, Several
@@ -67,8 +71,9 @@ def _run(config: Config, signals: "Signals") -> int:
         made += [Plot(config.plot)] if config.plot else []
         return Several([*made, display(config)])
 
-    report = reports(config.resume is not None) if world.rank == 0 else Report()
     try:
+        config = together(world, lambda: going_on(config, read))
+        report = reports(config.resume is not None) if world.rank == 0 else Report()
         with closing(report):
             train(config, world, report, signals, lambda: reports(True))
     except MpiparError as error:

@@ -22,13 +22,11 @@ from mpipar.checkpoint.place import LATEST
 from mpipar.errors import ConfigError, MpiparError, explain
 from mpipar.optim import Optimizer
 from mpipar.parallel.mesh import Mesh
+from mpipar.train.again import FREE, kept
 from mpipar.train.agree import mark
 from mpipar.train.config import TrainConfig
 from mpipar.train.held import Held
 from mpipar.train.step import Streak
-
-FREE = ("seed", "dropout")  # settings of a model that may be others when a run goes on
-
 
 class Checkpoints:
     """Saves a run and goes on with it, as its settings say."""
@@ -101,8 +99,7 @@ class Checkpoints:
         self.finish()
         config = self.config
         assert config.save is not None
-        state = {"step": step, "model": asdict(config.model_config())}
-        state["skipped"] = self.streak.count
+        state = {"step": step, "skipped": self.streak.count, **kept(config)}
         how: dict[str, Any] = {"step": step, "keep": config.keep, "async_op": True}
         try:
             self.saving = checkpoint.save(
@@ -155,7 +152,7 @@ class Checkpoints:
         for name, value in model.items():
             if name in own and name not in FREE and own[name] != value:
                 rule = f"the checkpoint {source} is of a model with {value!r}"
-                raise ConfigError(explain(name, own[name], rule, "Pass the flags of that run"))
+                raise ConfigError(explain(name, own[name], rule, "Pass that"))
         if step >= self.config.steps:
             rule = f"it counts all steps, and the checkpoint {source} has taken {step}"
             raise ConfigError(explain("steps", self.config.steps, rule, "Pass more --steps"))

@@ -148,7 +148,8 @@ class TrainConfig:
     keep: Count = None
     """Newest checkpoints to leave; all if not given."""
     resume: File = None
-    """Checkpoint to go on from, of any mesh, or a folder of them, of which it is the newest."""
+    """Checkpoint to go on from, of any mesh, or a folder of them, of which it is the newest. The
+    model, data, batch, seed, learning rate and steps are its own where they are not given anew."""
 
     elastic: bool = False
     """Go on without ranks that die: dp shrinks, and the step is taken again; for Open MPI under

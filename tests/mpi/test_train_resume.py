@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import mpipar as mp
 from mpipar.errors import CheckpointError, ConfigError
+from mpipar.train.again import going_on
 from mpipar.train.agree import is_of_all_ranks
 from mpipar.train.config import TrainConfig
 from mpipar.train.loop import train
@@ -49,6 +50,27 @@ def test_losses_are_those_of_a_run_that_never_stopped(
         ):
             for name in set(EXACT) & before.keys():
                 assert abs(after[name] - before[name]) <= 1e-10 * abs(before[name]), (source, other)
+
+
+def test_settings_that_are_not_given_are_the_checkpoints(
+    world: MPI.Intracomm, shared_path: Path, text: str
+) -> None:
+    folder = str(shared_path / "run")
+    config = replace(TINY, data=text, steps=2, lr=1e-3, seed=3, save=folder)
+    train(config, world)
+    command = TrainConfig(resume=folder, fsdp="2")
+    found = going_on(command, lambda usual: replace(usual, resume=folder, fsdp="2"))
+    own = replace(config, save=None, save_every=100, sample=160, eval_every=100, eval_batches=4)
+    assert found.model_config() == own.model_config()
+    derived = {"kv_heads": found.kv_heads, "hidden": found.hidden, "tied": found.tied}
+    assert found == replace(own, resume=folder, fsdp="2", **derived)
+    others = {"resume": folder, "seed": 4, "batch": 24, "steps": 4}
+    assert going_on(command, lambda usual: replace(usual, **others)).seed == 4
+    with pytest.raises(ConfigError, match="^dim=12: .* model with 24"):
+        going_on(command, lambda usual: replace(usual, resume=folder, dim=12))
+    nowhere = TrainConfig(resume=str(shared_path / "none"))
+    assert going_on(nowhere, lambda usual: replace(usual, resume=nowhere.resume)) == nowhere
+    assert going_on(TrainConfig(dim=12), lambda usual: usual) == TrainConfig(dim=12)
 
 
 def test_what_cannot_be_gone_on_from(world: MPI.Intracomm, shared_path: Path, text: str) -> None:

@@ -160,7 +160,7 @@ def test_a_killed_rank_ends_the_job_and_can_be_named(tmp_path: Path) -> None:
     pid = json.loads((tmp_path / "ranks.json").read_text())["ranks"][1]["pid"]
     told = run([sys.executable, "-m", "mpipar.cli.main", "doctor", "--pid", str(pid)], 60, env=env)
     assert "rank 1" in told.stdout
-    flags = [*TRAIN, "--steps", "4", "--resume", "run", "--log", "log"]
+    flags = [*TRAIN[:3], "--steps", "4", "--resume", "run", "--log", "log", "--sample", "0"]
     again = launch(2, flags, timeout=60, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
