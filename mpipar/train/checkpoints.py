@@ -28,6 +28,7 @@ from mpipar.train.config import TrainConfig
 from mpipar.train.held import Held
 from mpipar.train.step import Streak
 
+
 class Checkpoints:
     """Saves a run and goes on with it, as its settings say."""
 

@@ -66,7 +66,7 @@ def test_settings_that_are_not_given_are_the_checkpoints(
     assert found == replace(own, resume=folder, fsdp="2", **derived)
     others = {"resume": folder, "seed": 4, "batch": 24, "steps": 4}
     assert going_on(command, lambda usual: replace(usual, **others)).seed == 4
-    with pytest.raises(ConfigError, match="^dim=12: .* model with 24"):
+    with pytest.raises(ConfigError, match=r"^dim=12: .* model with 24"):
         going_on(command, lambda usual: replace(usual, resume=folder, dim=12))
     nowhere = TrainConfig(resume=str(shared_path / "none"))
     assert going_on(nowhere, lambda usual: replace(usual, resume=nowhere.resume)) == nowhere
