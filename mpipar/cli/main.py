@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 from mpipar.errors import MpiparError
 from mpipar.train import launch, outputs
@@ -161,7 +162,8 @@ def _read(
     """Return the settings that the arguments give; where they give none, those of `default`."""
     import tyro
 
-    return tyro.cli(config, args=arguments, prog=f"mpipar {command}", default=default)
+    how: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(config, args=arguments, prog=f"mpipar {command}", **how)
 
 
 @contextmanager
