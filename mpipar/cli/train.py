@@ -81,7 +81,7 @@ def _run(config: Config, read: Callable[[Config], Config], signals: "Signals") -
             return fail(str(error), world.rank == 0, lambda: meet(world))
         if not isinstance(error, BETWEEN_RANKS):
             raise
-        end_job(f"mpipar: error: rank {world.rank} on {platform.node()}: {error}", 2)
+        end_job(f"mpipar: error: rank {world.rank} on {platform.node()}: {error}", 2, by_code=True)
     return 0
 
 

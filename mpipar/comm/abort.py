@@ -8,11 +8,16 @@ without a traceback.  MPIPAR_ABORT=0 opts out.
 
 A launcher that hears of an abort may drop what it has not yet read from this rank's stderr, so the
 abort waits until the pipe is empty.
+
+Where ranks may go on without others (survive.py) nobody hears of an abort, and the launcher takes
+no notice of a rank that is killed: there a rank that fails kills itself, which the others see; but
+if all fail, or this one because of others, the exit code says so.
 """
 
 import fcntl
 import os
 import platform
+import signal
 import struct
 import sys
 import termios
@@ -22,7 +27,7 @@ from types import TracebackType
 
 from mpi4py import MPI
 
-from mpipar.comm import alike
+from mpipar.comm import alike, survive
 from mpipar.errors import MpiparError
 
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
@@ -41,30 +46,36 @@ def install() -> None:
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ranks = [MPI.COMM_WORLD.rank]
+        ranks, by_code = [MPI.COMM_WORLD.rank], False
         if not issubclass(kind, KeyboardInterrupt):
             if not MPI.Is_finalized():
-                ranks = alike.ranks_with(_words(kind, error))
+                ranks, by_code = alike.ranks_with(_words(kind, error))
             if ranks[0] != MPI.COMM_WORLD.rank:
                 time.sleep(SILENCE)
+                _die_if_others_go_on()
             previous(kind, error, trace)
-        _abort(kind, error, ranks)
+        by_code |= survive.supported() and survive.tells(error, MPI.COMM_WORLD)
+        _abort(kind, error, ranks, by_code)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
         previous_thread(arguments)
         if arguments.exc_type is not SystemExit:
-            _abort(arguments.exc_type, arguments.exc_value, [MPI.COMM_WORLD.rank])
+            _abort(arguments.exc_type, arguments.exc_value, [MPI.COMM_WORLD.rank], False)
 
     sys.excepthook, threading.excepthook = hook, thread_hook
 
 
-def _abort(kind: type[BaseException], error: BaseException | None, ranks: list[int]) -> None:
+def _abort(
+    kind: type[BaseException], error: BaseException | None, ranks: list[int], by_code: bool
+) -> None:
     if MPI.Is_finalized():
         return
     if issubclass(kind, KeyboardInterrupt):
         end_job(f"mpipar: {_who(ranks)} was interrupted and ends the job", INTERRUPTED)
-    ends = "failed and end" + "s" * (len(ranks) == 1)
-    end_job(f"mpipar: {_who(ranks)} {ends} the job: {kind.__name__}: {error}", 1)
+    goes_on = survive.supported() and not by_code
+    ends = ("leave" if goes_on else "end") + "s" * (len(ranks) == 1)
+    text = f"mpipar: {_who(ranks)} failed and {ends} the job: {kind.__name__}: {error}"
+    end_job(text, 1, by_code)
 
 
 def _words(kind: type[BaseException], error: BaseException) -> str:
@@ -84,12 +95,26 @@ def _who(ranks: list[int]) -> str:
     return f"all {size} ranks" if len(ranks) == size else f"ranks {', '.join(map(str, ranks))}"
 
 
-def end_job(text: str, code: int) -> None:
-    """Print `text` on stderr, wait until the launcher has it, and abort all ranks with `code`."""
+def end_job(text: str, code: int, by_code: bool = False) -> None:
+    """Print `text` on stderr, wait until the launcher has it, and abort all ranks with `code`.
+
+    Where the others may go on without it, this rank alone is ended, unless `by_code`: then all get
+    an error in what they wait for.
+    """
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     _deliver()
+    if not by_code:
+        _die_if_others_go_on()
+    if survive.supported():
+        survive.leave_all(MPI.COMM_WORLD)  # nobody waits for this rank any more
     MPI.COMM_WORLD.Abort(code)
+
+
+def _die_if_others_go_on() -> None:
+    """End this process by a signal, the one end that the others are told of there."""
+    if survive.supported():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _deliver() -> None:

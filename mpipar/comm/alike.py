@@ -19,10 +19,11 @@ GRACE = 0.5  # seconds for the others to fail as well
 _sent: list[MPI.Request] = []
 
 
-def ranks_with(error: str) -> list[int]:
+def ranks_with(error: str) -> tuple[list[int], bool]:
     """Return the ranks, this one included, that are known to fail of an error of these words.
 
-    On rank 0 that is all of them, on others only rank 0, if it does.
+    On rank 0 that is all of them, on others only rank 0, if it does.  Also says, on rank 0, whether
+    all ranks fail, of whatever error.
     """
     world = MPI.COMM_WORLD
     mine = zlib.crc32(error.encode()).to_bytes(4, "little")
@@ -42,5 +43,5 @@ def ranks_with(error: str) -> list[int]:
             if theirs == mine:
                 same.append(status.source)
     except MPI.Exception:  # what fails may be MPI
-        return [world.rank]
-    return sorted(same)
+        return [world.rank], False
+    return sorted(same), world.rank == 0 and not missing

@@ -91,6 +91,20 @@ def test_the_others_go_on(tmp_path: Path, mesh: list[str], who: int, left: list[
         assert abs(row["loss"] - right["loss"]) <= 1e-10 * right["loss"]
 
 
+@needs_ulfm
+@pytest.mark.parametrize(("who", "code"), [("1", 0), ("0123", 1)])
+def test_a_rank_that_raises_is_gone_too(who: str, code: int) -> None:
+    """Nobody hears of MPI_Abort there; and if all raise, the exit code says so."""
+    raising = KILL.replace("rank == who", f"rank in {[*map(int, who)]}")
+    raising = raising.replace("os.kill(os.getpid(), 9)", "raise RuntimeError('broken')")
+    flags = [*TRAIN, "--elastic"]
+    job = launch(4, ["-c", raising, "0", "4", *flags], timeout=60, flags=ULFM)
+    assert job.returncode == code, job.stderr
+    words = "all 4 ranks failed and end" if code else "failed and leaves"
+    assert f"{words} the job: RuntimeError: broken" in job.stderr
+    assert job.stderr.count("Traceback") == 1
+
+
 def test_what_it_needs_is_said() -> None:
     job = launch(2, ["-m", "mpipar.cli.main", *TRAIN, "--elastic"], timeout=60)
     assert job.returncode == 2
