@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from mpipar.cli.files import check, write
+from mpipar.cli.limits import CHUNKS
 from mpipar.cli.schedule import byte_count, node_sizes
 from mpipar.errors import ConfigError, explain
 from mpipar.models.config import ModelConfig
@@ -186,6 +187,12 @@ def job_of(config: Config, ranks: int) -> "Job":
     from mpipar.plan import models
     from mpipar.plan.layout import Job
 
+    if not 1 <= ranks <= CHUNKS:
+        rule = f"a job has 1 to {CHUNKS:,}"
+        raise ConfigError(explain("ranks", ranks, rule, "Pass --ranks 8"))
+    if config.cores is not None and not config.cores > 0:
+        rule = "a node has at least one"
+        raise ConfigError(explain("cores", config.cores, rule, "Leave it out for one a rank"))
     if config.top < 1:
         raise ConfigError(explain("top", config.top, "it is at least 1", "Pass --top 10"))
     sizes = models.sizes(config.model)

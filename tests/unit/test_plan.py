@@ -346,6 +346,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--tp", "3"], "Pass --tp with one of 1, 2, 4"),
         (["--memory", "much"], "a number of bytes"),
         (["--flops", "-1"], "flops=-1"),
+        (["--ranks", "0"], "ranks=0"),
+        (["--ranks", "1000000000"], "ranks=1000000000"),
+        (["--cores", "0"], "cores=0"),
         (["--nodes", "3,3"], "nodes"),
     ],
 )
