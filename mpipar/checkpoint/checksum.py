@@ -70,9 +70,13 @@ class Sums:
 def _sum_of_run(words: np.ndarray, start: int) -> np.uint64:
     """Return the sum of neighbouring words, the first of them word `start` of a block."""
     table = weights()[start : start + len(words)]
-    cuts = range(0, len(words), CHUNK)
-    sums = [(words[at : at + CHUNK] * table[at : at + CHUNK]).sum() for at in cuts]
-    return np.array(sums, np.uint64).sum()
+    sums = np.zeros(-(-len(words) // CHUNK), np.uint64)
+    space = np.empty(min(CHUNK, len(words)), np.uint64)
+    for number, at in enumerate(range(0, len(words), CHUNK)):
+        part = words[at : at + CHUNK]
+        np.multiply(part, table[at : at + len(part)], out=space[: len(part)])
+        sums[number] = space[: len(part)].sum()
+    return sums.sum()
 
 
 def _sums_of_runs(

@@ -6,7 +6,7 @@
 
 Written as they are, runs of 4 KiB cost each rank a call to the system for each, and the ranks wait
 for each other's; this way costs one copy more.  Two ranges take turns, so that the ranks meet once
-for each.  Memory: 2 x 16 MiB for a node.
+for each.  Memory: 2 x 8 MiB for a node.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from mpipar.comm.window_memory import refusal
 from mpipar.parallel.communicator import Communicator
 from mpipar.partition import block
 
-RANGE = 1 << 24  # bytes
+RANGE = 1 << 23
 Put = Callable[[np.ndarray, int], None]  # writes bytes at a place of the file
 
 

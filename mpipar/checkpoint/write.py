@@ -5,7 +5,7 @@
     short runs on several nodes   through views of the file, which MPI-IO joins (views)
 
 The system is told to bring to the disk at once what is written, not when all is there: a sync in
-the end then finds little left to do.  Memory: a few MiB a rank, and 32 MiB a node for short runs.
+the end then finds little left to do.  Memory: a few MiB a rank, and 16 MiB a node for short runs.
 """
 
 import os
