@@ -17,8 +17,7 @@ from mpipar.autograd.tape import state
 from mpipar.autograd.tensor import Tensor, check_real, source_of
 from mpipar.errors import BufferMismatchError, explain
 from mpipar.kernels import matmul as kernel
-
-ROWS = 256  # of a weight's gradient, added at a time
+from mpipar.kernels.matmul.blas import product
 
 
 def _wide(x: Array) -> Array:
@@ -33,9 +32,9 @@ def _product(x: Array, y: Array) -> Array:
         return _product(rows, y).reshape(*x.shape[:-1], y.shape[1])
     if type(x) is not np.ndarray and is_device(x):
         return _device_product(x, y)
-    if x.dtype.itemsize > 2 and y.dtype.itemsize > 2:
-        return np.matmul(x, y)
     dtype = x.dtype if x.dtype == y.dtype else np.promote_types(x.dtype, y.dtype)
+    if x.ndim == y.ndim == 2 and x.dtype == y.dtype:
+        return product(_wide(x), _wide(y)).astype(dtype, copy=False)
     return np.matmul(_wide(x), _wide(y)).astype(dtype, copy=False)
 
 
@@ -162,14 +161,14 @@ def _affine(x: Array, w: Array, b: Array | None) -> Array:
         if np.promote_types(b.dtype, w.dtype) != w.dtype:
             return _product(x, w.T) + b
         return kernel.matmul(x, w, transpose_b=True, bias=b)
+    rows, weight, more = _wide(x), _wide(w), _wide(b)
+    if rows.dtype == weight.dtype == more.dtype:
+        out = product(rows, weight.T, bias=more)
+    else:
+        out = np.matmul(rows, weight.T) + more
     if x.dtype.itemsize > 2 and w.dtype.itemsize > 2:
-        out = np.matmul(x, w.T)
-        if np.result_type(out, b) == out.dtype:
-            out += b
-            return out
-        return out + b
-    dtype = x.dtype if x.dtype == w.dtype else np.promote_types(x.dtype, w.dtype)
-    return (np.matmul(_wide(x), _wide(w).T) + _wide(b)).astype(dtype, copy=False)
+        return out
+    return out.astype(np.promote_types(x.dtype, w.dtype), copy=False)
 
 
 def _into(g: Array, w: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -177,7 +176,7 @@ def _into(g: Array, w: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     if g.dtype.itemsize == 2 or g.dtype != dtype or w.dtype != dtype or type(g) is not np.ndarray:
         return _product(g, w).reshape(shape).astype(dtype, copy=False)
     out = np.empty(shape, dtype)
-    np.matmul(g, w, out=out.reshape(len(g), shape[-1]))
+    product(g, w, out.reshape(len(g), shape[-1]))
     return out
 
 
@@ -197,9 +196,9 @@ def weight_gradient(leaf: Tensor | None, g: Array, x: Array) -> Array | None:
     if type(g) is not np.ndarray and is_device(g):
         return _device_weight_gradient(leaf, g, x)
     if leaf is not None and _adds_to(leaf.grad, g, x):
-        _add_product(leaf.grad, g, x)
+        product(g.T, x, leaf.grad, add=True)
     elif leaf is not None and _starts_at(home_of(leaf), leaf, g, x):
-        leaf.grad = np.matmul(g.T, x, out=home_of(leaf))
+        leaf.grad = product(g.T, x, home_of(leaf))
     else:
         return _product(g.T, x)
     return None
@@ -227,13 +226,6 @@ def _adds_to(grad: Array | None, g: Array, x: Array) -> bool:
 def _starts_at(home: Array | None, leaf: Tensor, g: Array, x: Array) -> bool:
     """Say whether g.T @ x, the first part of a gradient, may be written to its home."""
     return home is not None and leaf.grad is None and _adds_to(home, g, x)
-
-
-def _add_product(grad: Array, g: Array, x: Array) -> None:
-    """Add g.T @ x to grad (out, in) in blocks of rows: no temporary of the size of the weight."""
-    for start in range(0, len(grad), ROWS):
-        rows = slice(start, start + ROWS)
-        grad[rows] += np.matmul(g[:, rows].T, x)
 
 
 def _linear_mismatch(x: Array, w: Array, b: Array | None) -> BufferMismatchError:

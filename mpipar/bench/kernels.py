@@ -21,6 +21,7 @@ import numpy as np
 
 from mpipar.bench.kernel_cases import DEVICE, HOST, Case, cases
 from mpipar.bench.train_settings import operations
+from mpipar.kernels.matmul.blas import product
 from mpipar.kernels.native import compile_cpu
 from mpipar.train import heap
 
@@ -124,7 +125,7 @@ def rates_of_host(seconds: float = SECONDS) -> Rates:
     result = np.empty_like(small)
     return Rates(
         copy=2 * x.nbytes / min(times(lambda: np.copyto(y, x), seconds)),
-        product=operations(SQUARE) / min(times(lambda: np.matmul(a, b, out=c), seconds)),
+        product=operations(SQUARE) / min(times(lambda: product(a, b, c), seconds)),
         exponential=CACHED / min(times(lambda: np.exp(small, out=result), seconds)),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpipar.doctor.finding import Check, Facts, Finding, Job, median
 from mpipar.doctor.machine import Machine
+from mpipar.kernels.matmul.blas import product
 
 N = 512
 SECONDS = 0.4
@@ -20,12 +21,12 @@ SLOW, VERY_SLOW = 0.75, 0.5  # of the median
 def probe(machine: Machine) -> Facts:
     """Multiply float32 matrices for a while; together, so that shared limits show."""
     a = np.full((N, N), 0.5, np.float32)
-    out = a @ a  # (N, N), warm
+    out = product(a, a)  # (N, N), warm
     machine.meet()
     times: list[float] = []
     stop = time.perf_counter() + SECONDS
     while (start := time.perf_counter()) < stop or not times:
-        np.matmul(a, a, out=out)
+        product(a, a, out)
         times.append(time.perf_counter() - start)
     machine.meet()
     return {"gflops": 2 * N**3 * len(times) / sum(times) / 1e9}

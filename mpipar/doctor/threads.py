@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from mpipar.doctor.cores import allotted
 from mpipar.doctor.finding import Check, Facts, Finding, Job, who
 from mpipar.doctor.machine import Machine
+from mpipar.kernels.matmul.blas import mkl
 
 # of OpenBLAS: kernels for any machine, several times slower than those for this one
 SLOW = ("generic", "prescott", "core2", "armv8")
@@ -18,7 +19,9 @@ def probe(machine: Machine) -> Facts:
     """Ask the libraries."""
     import threadpoolctl
 
+    mkl()  # is looked for when it is first needed
     blas = [info for info in threadpoolctl.threadpool_info() if info["user_api"] == "blas"]
+    blas.sort(key=lambda info: info["internal_api"] != "mkl")  # products are its work, if there
     first = blas[0] if blas else {}
     return {
         "blas": first.get("internal_api", "unknown"),

@@ -37,6 +37,7 @@ from mpipar.autograd.tape import state
 from mpipar.comm import waiting
 from mpipar.kernels import matmul as kernel
 from mpipar.kernels.blocks import matrix, widen
+from mpipar.kernels.matmul.blas import product
 from mpipar.parallel.communicator import Communicator
 from mpipar.partition import block, offsets
 
@@ -281,7 +282,7 @@ def _product(x: Array, w: Array) -> Array:
     if is_device(x):
         y = kernel.matmul(rows, widen(w), transpose_b=True)
     else:
-        y = np.matmul(rows, widen(w).T)
+        y = product(rows, widen(w).T)
     return y.reshape(*x.shape[:-1], len(w))
 
 
@@ -293,7 +294,7 @@ def _affine(x: Array, w: Array, b: Array | None, out: Array) -> None:
     if is_device(x):
         y = kernel.matmul(rows, widen(w), transpose_b=True, out=target)
     else:
-        y = np.matmul(rows, widen(w).T, out=target)
+        y = product(rows, widen(w).T, target)
     if b is not None:
         y += b
     if not straight:

@@ -20,6 +20,7 @@ from mpipar.errors import ConfigError, explain
 from mpipar.kernels import attention as attention_kernel
 from mpipar.kernels import gelu as gelu_kernel
 from mpipar.kernels import layer_norm as layer_norm_kernel
+from mpipar.kernels.matmul.blas import product
 from mpipar.models.config import ModelConfig
 from mpipar.schedule.network import CLUSTER, Network
 
@@ -159,9 +160,9 @@ class _Layer:
     def multiply(self) -> None:
         """Run two linear layers forward and backward."""
         for weight, y, dx, dw in self.linear:
-            np.matmul(self.x, weight.T, out=y)
-            np.matmul(y, weight, out=dx)
-            np.matmul(y.T, self.x, out=dw)
+            product(self.x, weight.T, y)
+            product(y, weight, dx)
+            product(y.T, self.x, dw)
 
     def attend(self) -> None:
         """Run attention forward and backward."""

