@@ -33,7 +33,8 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 HELPERS = (  # which loops call
     native_math.power, native_math.exp, native_math.exp_below, native_math.ordered,
     native_math.largest, native_product.columns, attention.visible, attention.above,
-    attention.pack_rows, attention.pack_across, attention.square, silu.share, silu.slope,
+    attention.pack_rows, attention.pack_across, attention.square, attention.exponentials,
+    attention.differences, silu.share, silu.slope,
 )  # fmt: skip
 FEATURES = llvm.get_host_cpu_features().flatten()
 if "+avx512f" in FEATURES:

@@ -92,6 +92,39 @@ def square(x: np.ndarray, at: int, width: int) -> np.float32:
     return total
 
 
+def exponentials(
+    space: np.ndarray, at: int, own: int, stop: int, head: float | np.float32
+) -> np.float32:
+    """Replace the first `own` of a row of scores by e^(s - head), those up to `stop` by 0.
+
+    Return their sum.  There is room up to a multiple of SIDE: so many at a time are the loop of
+    which the compiler knows the length, which it makes without rests.
+    """
+    total = ZERO
+    for j in range(0, stop, SIDE):
+        left = own - j
+        for t in range(SIDE):
+            e = exp_below(space[at + j + t] - head)
+            e = e if t < left else ZERO
+            space[at + j + t] = e
+            total += e
+    return total
+
+
+def differences(
+    space: np.ndarray, p: int, ds: int, own: int, stop: int, head: float | np.float32,
+    less: float | np.float32,
+) -> None:  # fmt: skip
+    """Replace a row of scores by p = e^(s - head), and one of dp by ds = p (dp + less)."""
+    for j in range(0, stop, SIDE):
+        left = own - j
+        for t in range(SIDE):
+            e = exp_below(space[p + j + t] - head)
+            change = e * (space[ds + j + t] + less)
+            space[p + j + t] = e if t < left else ZERO
+            space[ds + j + t] = change if t < left else ZERO
+
+
 @loop
 def forward_loop(
     q: Floats, k: Floats, v: Floats, out: Floats, total: Floats, top: Floats, space: Floats,
@@ -129,27 +162,23 @@ def forward_loop(
                     )  # fmt: skip
                 row = (b * groups * repeat + h) * seq + i
                 for r in range(rows):
-                    at, own, both = scores + r * step, visible(ahead, i + r, keys), ZERO
+                    at, own = scores + r * step, visible(ahead, i + r, keys)
                     head = ZERO
                     if not square(space, rows_at + r * full, full) * space[0] <= SQUARE:
                         head = largest(space, at, at + own) if own else ZERO
                         head = ZERO if head == LOWEST else head
-                    for j in range(own):
-                        e = exp_below(space[at + j] - head)
-                        space[at + j] = e
-                        both += e
-                    for j in range(own, seen):
-                        space[at + j] = ZERO
+                    both = exponentials(space, at, own, seen, head)
                     total[row + r], top[row + r] = both, head
                 columns(
                     space, result, full, space, scores, step, 1,
                     space, values, full, seen, False, full,
                 )  # fmt: skip
-                at = b * sizes[15] + i * sizes[16] + h * sizes[17]
+                place = b * sizes[15] + i * sizes[16] + h * sizes[17]
                 for r in range(rows):
                     share = ONE / total[row + r] if total[row + r] != ZERO else ZERO
                     for d in range(width):
-                        out[at + r * sizes[16] + d] = space[result + r * full + d] * share
+                        out[place + d] = space[result + r * full + d] * share
+                    place += sizes[16]
 
 
 @loop
@@ -208,16 +237,9 @@ def backward_loop(
                         )  # fmt: skip
                     for r in range(r8, r8 + ROWS):
                         own = visible(ahead, i + r, keys) if r < rows else 0
-                        p, ds = p_at + r * step, ds_at + r * step
-                        if own:
-                            head, less = top[row + r], shift[row + r]
-                            for j in range(own):
-                                e = exp_below(space[p + j] - head)
-                                space[p + j] = e
-                                space[ds + j] = e * (space[ds + j] + less)
-                        for j in range(own, above(seen, ROWS)):
-                            space[p + j] = ZERO
-                            space[ds + j] = ZERO
+                        head = top[row + r] if own else ZERO
+                        less = shift[row + r] if own else ZERO
+                        differences(space, p_at + r * step, ds_at + r * step, own, seen, head, less)
                     columns(
                         space, result, full, space, ds_at + r8 * step, step, 1,
                         space, plain, full, seen, False, full,
@@ -225,7 +247,8 @@ def backward_loop(
                     at = b * sizes[18] + (i + r8) * sizes[19] + h * sizes[20]
                     for r in range(min(ROWS, rows - r8)):
                         for d in range(width):
-                            dq[at + r * sizes[19] + d] = space[result + r * full + d]
+                            dq[at + d] = space[result + r * full + d]
+                        at += sizes[19]
                 r0 = 0
                 for j in range(0, visible(ahead, i + rows - 1, keys), ROWS):
                     while visible(ahead, i + min(r0 + ROWS, rows) - 1, keys) <= j:
@@ -242,5 +265,7 @@ def backward_loop(
             at, to = b * sizes[21] + g * sizes[23], b * sizes[24] + g * sizes[26]
             for j in range(keys):
                 for d in range(width):
-                    dk[at + j * sizes[22] + d] = space[sum_k + j * full + d] * scale
-                    dv[to + j * sizes[25] + d] = space[sum_v + j * full + d]
+                    dk[at + d] = space[sum_k + j * full + d] * scale
+                    dv[to + d] = space[sum_v + j * full + d]
+                at += sizes[22]
+                to += sizes[25]
