@@ -21,7 +21,7 @@ from mpipar.kernels.native_math import ONE, ZERO, exp_below, largest
 from mpipar.kernels.native_product import columns, wide
 
 ROWS, SIDE, LANES = 8, 32, 16
-BACK = 32  # queries of a tile in backward
+BACK = 64  # queries of a tile in backward
 BOUND = 30.0  # e^30, and sums of it, are far from the limits of float32
 SQUARE = np.float32(BOUND**2)
 PAD = 16  # elements between rows of scores, which would else meet in the same places of a cache
