@@ -247,7 +247,7 @@ def test_attention_in_pieces_is_the_same(kv_heads: int, monkeypatch: pytest.Monk
         o, lse = attention.forward(q, k, v, mask, count)
         delta = attention.row_delta(do, o)
         results.append((o, lse, *attention.backward(do, q, k, v, lse, delta, mask, count)))
-    assert calls == [2, 2 * 2 * kv_heads * 3]  # 70 queries are 3 pieces of 32
+    assert calls == [2, 2 * 2 * kv_heads * 2]  # 70 queries are 2 pieces of 64
     for one, other in zip(*results, strict=True):
         assert np.allclose(one, other, rtol=1e-5, atol=1e-6)  # sums in another order
 
