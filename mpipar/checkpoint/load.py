@@ -2,7 +2,7 @@
 
 rank 0     which folder, manifest, heads, state      sent to all, some KiB
 each rank  names, shapes and dtypes are those of its arrays?     all raise if not
-each rank  reads its runs of each tensor into the arrays         no messages
+each rank  reads its runs of each tensor into the arrays         or the ranks of a node together
 """
 
 import json
@@ -60,7 +60,7 @@ def load(
         name = key + SUFFIX
         heads[name] = parse(bytes.fromhex(told["heads"][name]), str(found.folder / name))
         _compare(comm, key, entries, heads[name])
-    together(comm, lambda: _read_all(found, files, heads))
+    _read_all(comm, found, files, heads)
     return {**like, STATE: json.loads(told[STATE])}
 
 
@@ -124,10 +124,11 @@ def _compare(comm: Communicator, key: str, entries: Sequence[Entry], head: Head)
 
 
 def _read_all(
-    found: place.Found, files: Mapping[str, Sequence[Entry]], heads: Mapping[str, Head]
-) -> None:
-    """Read this rank's parts of all files."""
-    for key, entries in files.items():
+    comm: Communicator, found: place.Found, files: Mapping[str, Sequence[Entry]],
+    heads: Mapping[str, Head],
+) -> None:  # fmt: skip
+    """Collective: read this rank's parts of all files."""
+    for key, entries in sorted(files.items()):
         name = key + SUFFIX
         about = found.manifest["files"][name]
         sums = np.frombuffer(bytes.fromhex(about["sums"]), "<u8")
@@ -139,4 +140,4 @@ def _read_all(
                 entry.on_update()
             runs = runs_of(entry.spec).in_bytes(one.dtype.itemsize, one.start)
             targets.append(Target(entry.array, runs))
-        read(found.folder / name, about["bytes"], sums, targets)
+        read(comm, found.folder / name, about["bytes"], sums, targets)
