@@ -55,7 +55,7 @@ def read(
         agree.together(comm, lambda: _read_alone(path, nbytes, sums, targets))
         return
     own = [(target.array.reshape(-1).view(np.uint8), target.runs) for target in targets]
-    with _opened(path) as get:
+    with _opened(path, together.RANGE) as get:
         read, fault = together.read(comm, memory, wanting > 0, nbytes, own, get)
     memory.free()
     total = comm.all_reduce(read.values.view(np.int64)).view(np.uint64)
@@ -91,13 +91,18 @@ def _damaged(path: Path, nbytes: int, number: int) -> CheckpointError:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Callable[[np.ndarray, int], None]]:
-    """Yield what reads bytes from a place of a file; it raises OSError, also if there is none."""
+def _opened(path: Path, ahead: int = 0) -> Iterator[Callable[[np.ndarray, int], None]]:
+    """Yield what reads bytes from a place of a file; it raises OSError, also if there is none.
+
+    ahead: the system is told to bring as many bytes as are read from so much further on, meanwhile.
+    """
     file = -1
 
     def get(data: np.ndarray, where: int) -> None:
         nonlocal file
         file = os.open(path, os.O_RDONLY) if file < 0 else file
+        if ahead and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, where + ahead, len(data), os.POSIX_FADV_WILLNEED)
         _read_at(file, data, where)
 
     try:
