@@ -162,6 +162,9 @@ class TrainConfig:
     """Add in rank order: the same bits in every run."""
     check_collectives: bool = False
     """Compare every collective's shape, type and order between the ranks."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for others before it ends the job with a report of who waits for
+    whom."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the arrays live."""
 

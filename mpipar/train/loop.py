@@ -83,7 +83,7 @@ def train(
     )
     same(world, "the training data", corpus.fingerprint(), "Give all ranks the same files.")
     options: dict[str, Any] = {"device": config.device, "reproducible": config.reproducible}
-    options["check"] = config.check_collectives
+    options |= {"check": config.check_collectives, "timeout": config.timeout}
     sizes = config.pp, config.dp, config.cp, config.tp, config.ep
     signals = signals or Signals()
     if not config.elastic:

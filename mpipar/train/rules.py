@@ -77,6 +77,8 @@ def _numbers(config: "TrainConfig") -> Iterator[Rule]:
         value = getattr(config, name)
         good = value is None or (math.isfinite(value) and value >= 0)
         yield name, good, "it is a number from 0 up", f"Pass --{flag(name)} 0 or more"
+    fix = "Pass --timeout 600, or another number of seconds"
+    yield "timeout", config.timeout > 0, "it is more than 0 seconds", fix
     factor = config.capacity_factor
     good = factor is None or (math.isfinite(factor) and factor > 0)
     yield "capacity_factor", good, "it is a number above 0", "Pass 1.25, or leave it out"

@@ -68,6 +68,7 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"warmup": 301}, ["warmup=301", "steps=300"]),
     (1, {"dropout": 1.0}, ["dropout=1.0"]),
     (1, {"clip": -1.0}, ["clip=-1.0", "0 or more"]),
+    (1, {"timeout": 0.0}, ["timeout=0.0", "--timeout 600"]),
     (1, {"seed": -1}, ["seed=-1"]),
     (1, {"device": "cuda"}, ["device='cuda'", "--device cpu"]),
     (1, {"log": "/nowhere/at/all.jsonl"}, ["log='/nowhere/at/all.jsonl'", "no folder /nowhere/at"]),
