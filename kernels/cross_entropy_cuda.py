@@ -1,7 +1,7 @@
 """Cross-entropy on a GPU (the formulas: kernels/cross_entropy.py), whole or cut by columns.
 
     whole   one kernel: the row's maximum and sum in one read, then the loss, and d in a second read
-    cut     maxima | all-reduce | sums below them | all-reduce | slope (mpipar/parallel/vocab.py)
+    cut     maxima | all-reduce | sums below them | all-reduce | slope (parallel/tensor/vocab.py)
 
 Exponentials of a cut row are not kept: backward reads the logits again.  Kernels whose threads are
 not bounded would spill with the bound: for float64, ptxas then stops at 64 registers.

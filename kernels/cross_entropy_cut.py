@@ -6,7 +6,7 @@
     dx = slope(...) = g (e^(x - m) / S - (1 - e) [v = t] - e / V)
 
 On the CPU the exponentials are kept for the slope, which is written over them; on a GPU the logits
-are read again.  (mpipar/parallel/vocab.py sends the messages between.)
+are read again.  (mpipar/parallel/tensor/vocab.py sends the messages between.)
 """
 
 import numpy as np

@@ -56,14 +56,14 @@ from .parallel.replicated import gather_from as gather_from
 from .parallel.replicated import reduce_from as reduce_from
 from .parallel.replicated import reduce_scatter_sequence as reduce_scatter_sequence
 from .parallel.replicated import scatter_to as scatter_to
-from .parallel.sequence import SequenceLayerNorm as SequenceLayerNorm
-from .parallel.sequence import SequenceRMSNorm as SequenceRMSNorm
-from .parallel.sequence import SequenceShards as SequenceShards
-from .parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
-from .parallel.tensor import RowParallelLinear as RowParallelLinear
-from .parallel.tensor import TensorParallel as TensorParallel
+from .parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
+from .parallel.tensor.linear import RowParallelLinear as RowParallelLinear
+from .parallel.tensor.linear import TensorParallel as TensorParallel
+from .parallel.tensor.sequence import SequenceLayerNorm as SequenceLayerNorm
+from .parallel.tensor.sequence import SequenceRMSNorm as SequenceRMSNorm
+from .parallel.tensor.sequence import SequenceShards as SequenceShards
+from .parallel.tensor.vocab import VocabParallelEmbedding as VocabParallelEmbedding
+from .parallel.tensor.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .parallel.trace import Trace as Trace
-from .parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
-from .parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
 __version__: str

@@ -22,9 +22,9 @@ from mpipar.nn.module import Module
 from mpipar.nn.norm import LayerNorm, RMSNorm
 from mpipar.parallel.experts.block import ExpertBlock
 from mpipar.parallel.mesh import Mesh
-from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards
-from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from mpipar.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from mpipar.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpipar.parallel.tensor.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards
+from mpipar.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
 def factories(

@@ -6,7 +6,7 @@ layer is the output of the norm before it.  Change a row when an operation chang
 
 What lies BETWEEN the column and row layers of tensor parallelism is whole on every rank, or cut
 over tp with sequence parallelism; what lies INSIDE them is always cut over tp.  Sources:
-autograd/fused.py, linear.py, attention.py, loss.py; parallel/tensor.py, vocab.py, context/.
+autograd/fused.py, linear.py, attention.py, loss.py; parallel/tensor/, context/.
 """
 
 from collections.abc import Iterable, Iterator

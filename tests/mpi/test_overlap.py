@@ -15,9 +15,9 @@ from mpipar.nn import Linear
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.inject import factories
 from mpipar.parallel.mesh import Mesh
-from mpipar.parallel.sequence import SequenceShards
-from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from mpipar.parallel.vocab import VocabParallelEmbedding
+from mpipar.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpipar.parallel.tensor.sequence import SequenceShards
+from mpipar.parallel.tensor.vocab import VocabParallelEmbedding
 from tests.mpi.helpers import draw
 
 DIM, HIDDEN = 12, 24

@@ -15,8 +15,8 @@ from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.loss import token_mean
 from mpipar.parallel.mesh import Mesh
 from mpipar.parallel.replicated import gather_from, scatter_to
-from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from mpipar.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from mpipar.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpipar.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])

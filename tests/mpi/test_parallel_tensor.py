@@ -15,7 +15,7 @@ from mpipar.errors import ConfigError
 from mpipar.nn import Linear, Module, init
 from mpipar.optim import SGD
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.tensor import (
+from mpipar.parallel.tensor.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,

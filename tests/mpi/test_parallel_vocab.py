@@ -11,7 +11,7 @@ from mpipar.autograd import functional as F
 from mpipar.errors import BufferMismatchError, ConfigError
 from mpipar.nn import Embedding
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from mpipar.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tests.mpi.helpers import draw
 
 VOCABS = (1, 3, 8, 10, 257)  # fewer than ranks, even, uneven

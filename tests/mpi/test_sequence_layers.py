@@ -12,9 +12,14 @@ from mpipar.autograd import Tensor, no_grad
 from mpipar.errors import ConfigError, StateError
 from mpipar.nn import LayerNorm, Linear, RMSNorm
 from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.sequence import SequenceLayerNorm, SequenceRMSNorm, SequenceShards, share
-from mpipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from mpipar.parallel.vocab import VocabParallelEmbedding
+from mpipar.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpipar.parallel.tensor.sequence import (
+    SequenceLayerNorm,
+    SequenceRMSNorm,
+    SequenceShards,
+    share,
+)
+from mpipar.parallel.tensor.vocab import VocabParallelEmbedding
 from tests.mpi.helpers import draw
 
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}

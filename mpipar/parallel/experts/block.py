@@ -28,7 +28,7 @@ from mpipar.autograd import Function, Tensor, is_grad_enabled
 from mpipar.nn.dropout import row_index
 from mpipar.parallel.experts.moe import MoE
 from mpipar.parallel.replicated import gather_from, scatter_to
-from mpipar.parallel.sequence import SequenceShards
+from mpipar.parallel.tensor.sequence import SequenceShards
 
 
 class ExpertBlock(MoE):

@@ -30,10 +30,10 @@ from mpipar.nn.embedding import check_ids
 from mpipar.nn.linear import check_full, check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
-from mpipar.parallel.collective_matmul import How, copy_linear, gather_linear
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.replicated import copy_to, reduce_from, reduce_scatter_sequence
-from mpipar.parallel.sequence import SequenceShards
+from mpipar.parallel.tensor.collective_matmul import How, copy_linear, gather_linear
+from mpipar.parallel.tensor.sequence import SequenceShards
 
 AXIS = "tp"
 REDUCTIONS = ("mean", "sum", "none")

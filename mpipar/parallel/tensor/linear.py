@@ -35,16 +35,16 @@ from mpipar.nn import init
 from mpipar.nn.linear import check_full, check_scale, check_size, join
 from mpipar.nn.module import Module, Parameter
 from mpipar.nn.spec import Spec
-from mpipar.parallel.collective_matmul import (
+from mpipar.parallel.communicator import Communicator
+from mpipar.parallel.replicated import copy_to, gather_from, reduce_from, scatter_to
+from mpipar.parallel.tensor.collective_matmul import (
     How,
     copy_linear,
     gather_linear,
     linear_reduce,
     linear_scatter,
 )
-from mpipar.parallel.communicator import Communicator
-from mpipar.parallel.replicated import copy_to, gather_from, reduce_from, scatter_to
-from mpipar.parallel.sequence import SequenceShards
+from mpipar.parallel.tensor.sequence import SequenceShards
 
 AXIS = "tp"  # the mesh axis named in the specs of these layers
 Full = tuple[Array, Array | None]  # weight [out, in] and bias [out] of the dense layer
