@@ -37,7 +37,7 @@ from mpipar.train.data import Batches, Corpus, load
 from mpipar.train.elastic import Course, require_support
 from mpipar.train.held import Held, hold
 from mpipar.train.initial import adopted, begin, tokenizer
-from mpipar.train.peak import matmul_rate
+from mpipar.train.peak import AGAIN, SLICES, matmul_rate
 from mpipar.train.report import Facts, Guarded, Report, Row
 from mpipar.train.sample import sample
 from mpipar.train.signals import Signals, name_of
@@ -131,7 +131,7 @@ def fit(
     batches = Batches(corpus, config.seq, config.batch, config.seed, **place)
     facts = measure(config, mesh, corpus, held, first)
     report.begin(facts)
-    rows = course.rows
+    rows, peak = course.rows, facts.peak
     if goes_on:
         checkpoints.after(course.done)  # the one that was being written may be lost
     step, asked = first - 1, signals.agree(mesh.world)
@@ -152,7 +152,7 @@ def fit(
             "lr": optimizer.lr,
             "grad_norm": taken.norm,
             "tokens_per_s": speed,
-            "mfu": speed * facts.flops_per_token / facts.peak,
+            "mfu": speed * facts.flops_per_token / peak,
             "comm_s": clock.seconds() - waited,
             "skipped": streak.after(taken),
         }
@@ -164,6 +164,7 @@ def fit(
         if due and not asked:
             with phase("validation"):
                 value, asked = evaluate(held, batches, config, mesh, signals)
+                peak = max(peak, rate(config, mesh, AGAIN))
             if not asked:
                 rows.append({"step": step, "val_loss": value})
                 report.validation(rows[-1])
@@ -206,17 +207,21 @@ def evaluate(
 
 def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: int) -> Facts:
     """Collective: return what is to be said of the run before its first step."""
-    mesh.world.barrier()  # all ranks measure at the same time
-    peak = float(mesh.world.all_reduce(np.array([matmul_rate(config.dtype)]))[0])
     return Facts(
         parameters=held.count,
-        peak=peak,
+        peak=rate(config, mesh, SLICES),
         flops_per_token=held.flops_per_token,
         layout=layout(config, mesh),
         ranks=mesh.world.size,
         corpus=corpus,
         first=first,
     )
+
+
+def rate(config: TrainConfig, mesh: Mesh, slices: int) -> float:
+    """Collective: return the operations a second of all ranks together in matrix products."""
+    mesh.world.barrier()  # all ranks measure at the same time
+    return float(mesh.world.all_reduce(np.array([matmul_rate(config.dtype, slices)]))[0])
 
 
 def layout(config: TrainConfig, mesh: Mesh) -> str:
