@@ -3,7 +3,7 @@
 op transposes the last two dimensions or not; leading dimensions broadcast.  16-bit operands are
 multiplied, summed and followed in float32, and C is rounded once.
 
-    NumPy   BLAS (library.py)
+    NumPy   BLAS (library.py): NumPy's own, or MKL where it is installed (blas.py)
     GPU     tiles in shared memory (simt.py), of float16 and bfloat16 on tensor cores (mma.py; on
             Hopper wgmma.py), with all that follows in the same kernel (epilogue.py); cuBLAS through
             CuPy if asked for
