@@ -138,15 +138,23 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_rank_of_the_other_host_that_fails_ends_the_job(hosts: Hosts, how: str) -> None:
+    """It ends soon whenever it is tried.
+
+    Which process was killed is for mpiexec to say, and MPICH's, once in six times here, names one
+    of the first host that it killed itself while it was clearing up: so it gets four chances.
+    """
     code, *words = FAILURES[how]
     code = f"comm.barrier()\nif r == 5: {code}\ncomm.all_reduce(np.ones(2_000_000, 'float32'))\n"
-    start = time.monotonic()
-    done = hosts.launch(8, ["-c", HEAD + code + "time.sleep(30)"])
-    output = done.stdout + done.stderr
-    assert time.monotonic() - start < 25, output
-    assert done.returncode != 0
-    for word in words:
-        assert word in output, output
+    outputs = []
+    for _ in range(4 if how == "is killed" else 1):
+        start = time.monotonic()
+        done = hosts.launch(8, ["-c", HEAD + code + "time.sleep(30)"])
+        outputs.append(done.stdout + done.stderr)
+        assert time.monotonic() - start < 25, outputs[-1]
+        assert done.returncode != 0
+        if all(word in outputs[-1] for word in words):
+            return
+    raise AssertionError("\n".join(outputs))
 
 
 KILLED = """
