@@ -88,10 +88,10 @@ def mkl() -> dict[np.dtype, Any]:
     """Return MKL's product of each dtype; none where it is not installed or not wanted."""
     if os.environ.get(SWITCH, "1") == "0":
         return {}
-    threads = _threads()  # asked before MKL is there: the question would start it
     try:
         files = importlib.metadata.files("mkl") or []
         path = next(file.locate() for file in files if file.name.startswith("libmkl_rt.so"))
+        threads = _threads()  # asked before MKL is there: the question would start it
         library = ctypes.CDLL(os.path.realpath(str(path)))
     except (importlib.metadata.PackageNotFoundError, StopIteration, OSError):
         return {}

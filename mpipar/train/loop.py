@@ -164,7 +164,8 @@ def fit(
         if due and not asked:
             with phase("validation"):
                 value, asked = evaluate(held, batches, config, mesh, signals)
-                peak = max(peak, rate(config, mesh, AGAIN))
+                if step < config.steps:
+                    peak = max(peak, rate(config, mesh, AGAIN))
             if not asked:
                 rows.append({"step": step, "val_loss": value})
                 report.validation(rows[-1])
