@@ -37,7 +37,7 @@ from mpipar.train.data import Batches, Corpus, load
 from mpipar.train.elastic import Course, require_support
 from mpipar.train.held import Held, hold
 from mpipar.train.initial import adopted, begin, tokenizer
-from mpipar.train.peak import AGAIN, SLICES, matmul_rate
+from mpipar.train.peak import matmul_rate, matmul_rate_now
 from mpipar.train.report import Facts, Guarded, Report, Row
 from mpipar.train.sample import sample
 from mpipar.train.signals import Signals, name_of
@@ -165,7 +165,7 @@ def fit(
             with phase("validation"):
                 value, asked = evaluate(held, batches, config, mesh, signals)
                 if step < config.steps:
-                    peak = max(peak, rate(config, mesh, AGAIN))
+                    peak = max(peak, rate(config, mesh, matmul_rate_now))
             if not asked:
                 rows.append({"step": step, "val_loss": value})
                 report.validation(rows[-1])
@@ -210,7 +210,7 @@ def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: 
     """Collective: return what is to be said of the run before its first step."""
     return Facts(
         parameters=held.count,
-        peak=rate(config, mesh, SLICES),
+        peak=rate(config, mesh, matmul_rate),
         flops_per_token=held.flops_per_token,
         layout=layout(config, mesh),
         ranks=mesh.world.size,
@@ -219,10 +219,10 @@ def measure(config: TrainConfig, mesh: Mesh, corpus: Corpus, held: Held, first: 
     )
 
 
-def rate(config: TrainConfig, mesh: Mesh, slices: int) -> float:
+def rate(config: TrainConfig, mesh: Mesh, own: Callable[[str], float]) -> float:
     """Collective: return the operations a second of all ranks together in matrix products."""
     mesh.world.barrier()  # all ranks measure at the same time
-    return float(mesh.world.all_reduce(np.array([matmul_rate(config.dtype, slices)]))[0])
+    return float(mesh.world.all_reduce(np.array([own(config.dtype)]))[0])
 
 
 def layout(config: TrainConfig, mesh: Mesh) -> str:
