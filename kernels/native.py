@@ -37,11 +37,12 @@ from mpipar.kernels.cache import cache_folder, locked
 # types of a loop's arguments: contiguous arrays, which the loop sees flat
 Floats = Annotated[np.ndarray, "float32"]
 Ints = Annotated[np.ndarray, "int64"]
+Bytes = Annotated[np.ndarray, "uint8"]
 
 SWITCH = "MPIPAR_NUMBA"
 MODULES = (  # of kernels/, with loops
-    "adamw", "attention.loops", "cross_entropy", "embedding", "gelu", "layer_norm", "rms_norm",
-    "rotary", "silu", "softmax",
+    "adamw", "attention.loops", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm",
+    "rms_norm", "rotary", "silu", "softmax",
 )  # fmt: skip
 SOURCES = ("native", "native_build", "native_math", "native_product", "native_vector")
 SECONDS = 300  # the compiler may take
@@ -54,7 +55,7 @@ class Loop:
     """A function that runs as machine code; `python` is the one that was written."""
 
     def __init__(self, python: Callable[..., None]) -> None:
-        """Take a function of Floats, Ints, int and float, all of them annotated."""
+        """Take a function of Floats, Ints, Bytes, int and float, all of them annotated."""
         self.python = python
         module = python.__module__.removeprefix("mpipar.kernels.").replace(".", "_")
         self.name = f"{module}_{python.__name__}"

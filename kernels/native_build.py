@@ -25,6 +25,7 @@ from mpipar.kernels.attention import loops as attention
 KINDS: dict[Any, Any] = {
     native.Floats: types.CPointer(types.float32),
     native.Ints: types.CPointer(types.int64),
+    native.Bytes: types.CPointer(types.uint8),
     int: types.intp,
     float: types.float32,
 }

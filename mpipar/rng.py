@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def key(seed: int, *names: object) -> int:
@@ -33,9 +34,9 @@ def bits(key: int, index: np.ndarray) -> np.ndarray:
     z = index.astype(np.uint64) * GOLDEN
     z += np.uint64(key)
     z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z *= FIRST
     z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
+    z *= SECOND
     z ^= z >> np.uint64(31)
     return z
 

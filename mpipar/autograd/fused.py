@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.arrays import Array, beside, compute_dtype, module_of
+from mpipar.arrays import Array, beside, compute_dtype
 from mpipar.autograd.record import array, record
 from mpipar.autograd.reductions import one_dim
 from mpipar.autograd.tensor import Tensor, check_float
@@ -179,8 +179,7 @@ def dropout(x: Any, p: float, key: int, index: Any = None) -> Tensor:
     kept = dropout_kernel.keep(data.shape, p, key, where, data)
 
     def scaled(a: Array) -> Array:
-        out = module_of(a).asarray(np.multiply(a, kept))  # an array for 0 dimensions too
-        return np.multiply(out, module_of(a).asarray(1 / (1 - p), out.dtype), out=out)
+        return dropout_kernel.scale(a, kept, 1 / (1 - p))
 
     return record(scaled(data), (x,), scaled)
 

@@ -201,7 +201,12 @@ def test_arguments_are_checked() -> None:
     assert F.cross_entropy(x, np.array([1, 5]), ignore_index=5).data > 0
 
 
-def test_dropout_depends_on_the_global_index_only() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_dropout_depends_on_the_global_index_only(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(dropout, "compile_cpu", lambda: False)
     key = rng.key(3, "dropout")
     index = rng.indices((6, 50), (0, 0), (6, 50))
     whole = dropout.keep((6, 50), 0.3, key)
