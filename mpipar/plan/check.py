@@ -18,6 +18,7 @@ import numpy as np
 from mpipar.comm import node
 from mpipar.comm.choice import read_table, table_path
 from mpipar.kernels import native
+from mpipar.kernels.matmul.blas import product
 from mpipar.optim import SGD, AdamW
 from mpipar.parallel.communicator import Communicator
 from mpipar.parallel.context.layout import context_positions
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 STEPS = 5  # that are timed
 SMALL, LARGE, ROUNDS = 8, 1 << 20, 20  # of messages that are measured
+RATES = ("flops", "attention_flops", "memory_bandwidth")
+SIDE, PRODUCTS, SLICES = 512, 4, 30  # of products between which ranks meet
 
 
 class Found(NamedTuple):
@@ -83,6 +86,8 @@ def measured_machine(job: Job, layout: Layout, world: "MPI.Intracomm") -> Machin
     """Collective: return the mean speeds of all ranks, and of their messages.
 
     As many ranks measure at a time as there are cores, with the threads that they train with.
+    Ranks of a mesh meet many times in a step, and then wait for the one that was slower this time:
+    their speeds are lower by what that costs.
     """
     _begin(world)
     with Communicator(world, name="speeds") as comm:  # sets threads; its waits leave the cores
@@ -97,6 +102,9 @@ def measured_machine(job: Job, layout: Layout, world: "MPI.Intracomm") -> Machin
         names = [name for name in sorted(vars(found)) if name != "cores"]
         mean = np.mean(world.allgather([getattr(found, name) for name in names]), axis=0)
         speeds = dict(zip(names, mean.tolist(), strict=True))
+        waiting = _waiting(comm, world)
+        for name in RATES:
+            speeds[name] /= waiting
         alpha, large = (_message(comm, size) for size in (SMALL, LARGE))
     speeds["alpha_intra"] = alpha
     speeds["beta_intra"] = max(0.0, large - alpha) / LARGE
@@ -108,8 +116,7 @@ def _mean(one: Machine, other: Machine) -> Machine:
     speeds = {}
     for name, value in vars(one).items():
         values = np.array([value, getattr(other, name)])
-        rate = name in ("flops", "attention_flops", "memory_bandwidth")
-        speeds[name] = float(1 / np.mean(1 / values) if rate else np.mean(values))
+        speeds[name] = float(1 / np.mean(1 / values) if name in RATES else np.mean(values))
     return Machine(**speeds)
 
 
@@ -124,6 +131,23 @@ def _cores(nodes: node.Nodes) -> int:
     """Return the cores of this node: those that its ranks may run on, all or their own."""
     mine = node.cores()
     return mine if mine == os.cpu_count() else mine * nodes.local_size
+
+
+def _waiting(comm: Communicator, world: "MPI.Intracomm") -> float:
+    """Collective: return how much longer slices of work take whose ranks meet behind each.
+
+    It is the mean of the slowest rank's seconds over the middle one of all.
+    """
+    x = np.ones((SIDE, SIDE), np.float32)
+    out, times = np.empty_like(x), []
+    for _ in range(SLICES):
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(PRODUCTS):
+            product(x, x, out)
+        times.append(time.perf_counter() - start)
+    everyone = np.array(world.allgather(times))  # (ranks, slices)
+    return float(everyone.max(axis=0).mean() / np.median(everyone))
 
 
 def _message(comm: Communicator, nbytes: int) -> float:
