@@ -9,6 +9,7 @@ The zigzag layout gives rank r the blocks r and 2p-1-r of 2p blocks, so that und
 every rank has the same amount of work (Llama 3, section 3.3.2; Zhu's zigzag ring attention).
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -52,3 +53,12 @@ def zigzag(n: int, p: int) -> tuple[tuple[slice, slice], ...]:
     starts = offsets(sizes)
     cut = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     return tuple((cut[r], cut[2 * p - 1 - r]) for r in range(p))
+
+
+SMALL = 10**6  # of a huge number only the divisors up to it are looked for, and their counterparts
+
+
+def divisors(n: int) -> list[int]:
+    """Return the numbers that divide n."""
+    small = [d for d in range(1, min(math.isqrt(n), SMALL) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

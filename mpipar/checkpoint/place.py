@@ -13,6 +13,7 @@ checkpoint, whatever it is called.
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -151,7 +152,8 @@ def point(target: Path) -> None:
         new.replace(target.parent / LATEST)
         _sync(target.parent)
     except OSError as error:
-        raise CheckpointError(f"{new} cannot be written: {error.strerror}") from error
+        place = target.parent / LATEST
+        raise CheckpointError(f"{place} cannot be written: {error.strerror}") from error
 
 
 def prune(target: Path, keep: int) -> None:
@@ -168,8 +170,21 @@ def prune(target: Path, keep: int) -> None:
 
 def all_in(parent: Path) -> list[Found]:
     """Return the complete checkpoints of steps in a folder, the newest first."""
-    found = [read_manifest(folder) for folder in parent.glob("step-*") if folder.is_dir()]
+    found = [read_manifest(folder) for folder in steps_in(parent)]
     return sorted((one for one in found if one), key=lambda one: one.saved, reverse=True)
+
+
+def steps_in(parent: Path) -> list[Path]:
+    """Return the folders that are called as steps are, and no others, in their order."""
+    named = (one for one in parent.glob("step-*") if re.fullmatch(r"step-\d+", one.name))
+    return sorted(one for one in named if one.is_dir())
+
+
+def passed_over(directory: Path) -> list[str]:
+    """Return what is wrong with steps in a folder that come after the newest complete one."""
+    complete = all_in(directory)
+    later = [one for one in steps_in(directory) if complete and one > complete[0].folder]
+    return [said for said in map(examine, later) if isinstance(said, str)]
 
 
 def find(directory: Path) -> Found:
@@ -189,8 +204,8 @@ def find(directory: Path) -> Found:
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise CheckpointError(f"{directory} {what}: pass the folder of a checkpoint")
-    steps_there = sorted(one for one in directory.glob("step-*") if one.is_dir())
-    tried = [directory] if (directory / MANIFEST).exists() else steps_there[-1:] or [directory]
+    tried = [directory] if (directory / MANIFEST).exists() else steps_in(directory)[-1:]
+    tried = tried or [directory]
     raise CheckpointError(f"{directory} holds no complete checkpoint: {examine(tried[0])}")
 
 
@@ -212,7 +227,7 @@ def examine(folder: Path) -> Found | str:
         sizes = {folder / name: int(about["bytes"]) for name, about in manifest["files"].items()}
     except OSError as error:
         return f"{path}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{path} is damaged, it is no JSON of a checkpoint"
     for file, needed in sizes.items():
         try:

@@ -137,6 +137,9 @@ class Config:
     show memory and time beside those predicted."""
 
 
+MOST_LAYERS = 10_000
+
+
 def run(config: Config) -> int:
     """Plan, print, and write what is asked for; return the exit code."""
     if config.check:
@@ -195,6 +198,9 @@ def job_of(config: Config, ranks: int) -> "Job":
         raise ConfigError(explain("cores", config.cores, rule, "Leave it out for one a rank"))
     if config.top < 1:
         raise ConfigError(explain("top", config.top, "it is at least 1", "Pass --top 10"))
+    if config.chunks is not None and config.chunks < 1:
+        rule = "a rank has at least one stage"
+        raise ConfigError(explain("chunks", config.chunks, rule, "Pass --chunks 2"))
     sizes = models.sizes(config.model)
     own = ("layers", "dim", "heads", "kv_heads", "hidden", "vocab", "seq")
     given = {name: getattr(config, name) for name in own if getattr(config, name) is not None}
@@ -205,6 +211,11 @@ def job_of(config: Config, ranks: int) -> "Job":
         raise ConfigError(
             explain("kv_heads", given["kv_heads"], rule, "Leave it out, or pass --model llama")
         )
+    if given.get("kv_heads") == 0:
+        raise ConfigError(explain("kv_heads", 0, "it is at least 1", "Leave it out, or pass 1"))
+    if given.get("layers", 0) > MOST_LAYERS:
+        rule = f"each is looked at, at most {MOST_LAYERS:,}"
+        raise ConfigError(explain("layers", given["layers"], rule, "Pass fewer"))
     model = ModelConfig(**{**sizes, **given, "dtype": config.dtype})
     batch = 4 * ranks if config.batch is None else config.batch
     return Job(model, batch, config.optimizer)

@@ -33,6 +33,7 @@ __all__ = ["ALONE", "Config", "run"]
 ALONE = ()
 
 BETWEEN_RANKS = (BufferMismatchError, CollectiveTimeoutError, DtypeMismatchError, MismatchError)
+LOST_EARLY = "elastic=True: a rank died before training began. Start the job again"
 HEAD_START = 0.5  # seconds for one process to speak, where the others cannot be told when it has
 
 
@@ -51,14 +52,15 @@ def _run(config: Config, read: Callable[[Config], Config], signals: "Signals") -
     """Train; a signal that comes from now on ends the run in order."""
     from mpipar.train import launch
 
-    if trouble := launch.start():
+    if trouble := launch.start(limit=config.timeout):
         return fail(trouble, launch.first_of_job(), lambda: time.sleep(HEAD_START))
     from mpi4py import MPI
 
+    from mpipar.comm import survive
     from mpipar.comm.abort import end_job
     from mpipar.train import heap
     from mpipar.train.again import going_on
-    from mpipar.train.agree import is_of_all_ranks, together
+    from mpipar.train.agree import is_of_all_ranks, speaker_of, together
     from mpipar.train.loop import train
     from mpipar.train.progress import display
     from mpipar.train.report import JsonLog, Plot, Report, Several
@@ -78,10 +80,14 @@ def _run(config: Config, read: Callable[[Config], Config], signals: "Signals") -
             train(config, world, report, signals, lambda: reports(True))
     except MpiparError as error:
         if is_of_all_ranks(error):
-            return fail(str(error), world.rank == 0, lambda: meet(world))
+            return fail(str(error), world.rank == speaker_of(error), lambda: meet(world))
         if not isinstance(error, BETWEEN_RANKS):
             raise
         end_job(f"mpipar: error: rank {world.rank} on {platform.node()}: {error}", 2, by_code=True)
+    except MPI.Exception as error:
+        if not (config.elastic and survive.tells(error, world)):
+            raise
+        return fail(LOST_EARLY, True, lambda: None)
     return 0
 
 

@@ -61,6 +61,10 @@ class Report:
     pid: int
     why: str
     standings: dict[Key, Standing]
+    job: str = ""
+    size: int = 1
+    time: float = 0.0  # when it was written, in seconds
+    processes: tuple[tuple[str, int], ...] = ()  # host and process id of every rank
 
 
 @dataclass(frozen=True)
@@ -96,35 +100,61 @@ def read(folder: Path) -> Reports:
     told = []
     for path in sorted(folder.glob("rank[0-9]*.json")):
         try:
-            told.append(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            rule = f"the report cannot be read ({error})"
+            told.append(_report(json.loads(path.read_text())))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            rule = f"the report cannot be read ({type(error).__name__}: {error})"
             raise ConfigError(explain("report", str(path), rule, "Remove it")) from None
     if not told:
         rule = "there are no reports (rank0.json and so on) in it"
         fix = "Name the folder that the job has named, mpipar-report-... or MPIPAR_REPORT_DIR"
         raise ConfigError(explain("report", str(folder), rule, fix))
-    newest = max(told, key=lambda one: one["time"])
-    job = [one for one in told if (one["job"], one["size"]) == (newest["job"], newest["size"])]
-    processes = {rank: (m["host"], m["pid"]) for rank, m in enumerate(newest["ranks"])}
-    processes |= {one["rank"]: (one["host"], one["pid"]) for one in job}
-    of = {one["rank"]: _report(one) for one in job}
-    return Reports(newest["job"], newest["size"], of, processes)
+    newest = max(told, key=lambda one: one.time)
+    job = [one for one in told if (one.job, one.size) == (newest.job, newest.size)]
+    processes = dict(enumerate(newest.processes))
+    processes |= {one.rank: (one.host, one.pid) for one in job}
+    return Reports(newest.job, newest.size, {one.rank: one for one in job}, processes)
 
 
 def _report(told: dict[str, Any]) -> Report:
+    """Return what a file says; what is not as `comm.report` writes it is an error of Python's."""
     standings: dict[Key, Standing] = {}
     for comm in told["communicators"]:
-        name, ranks, alike = comm["name"], tuple(comm["ranks"]), 0
+        name, ranks, alike = str(comm["name"]), tuple(map(int, comm["ranks"])), 0
         while (name, ranks, alike) in standings:
             alike += 1
         standings[name, ranks, alike] = Standing(
-            tuple(Call(**call) for call in comm["calls"]),
-            comm["waiting"],
-            tuple(comm["waits_for"]),
-            {int(rank): heard for rank, heard in comm["heard"].items()},
+            tuple(_call(call) for call in comm["calls"]),
+            bool(comm["waiting"]),
+            tuple(map(int, comm["waits_for"])),
+            {int(rank): _heard(heard) for rank, heard in comm["heard"].items()},
         )
-    return Report(told["rank"], told["host"], told["pid"], told["why"], standings)
+    size = int(told["size"])
+    if not 0 <= int(told["rank"]) < size:
+        raise ValueError(f"rank {told['rank']} of {size}")
+    return Report(
+        int(told["rank"]),
+        _text(told["host"]),
+        int(told["pid"]),
+        _text(told["why"]),
+        standings,
+        _text(told["job"]),
+        size,
+        float(told["time"]),
+        tuple((_text(one["host"]), int(one["pid"])) for one in told["ranks"]),
+    )
+
+
+def _call(told: dict[str, Any]) -> Call:
+    return Call(int(told["sequence"]), _text(told["what"]), _text(told["place"]))
+
+
+def _heard(told: dict[str, Any]) -> dict[str, Any]:
+    return {**told, "sequence": int(told["sequence"]), "what": _text(told["what"])}
+
+
+def _text(value: Any) -> str:
+    """Return what can be printed of a value."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def tell(folder: Path, json_file: Path | None = None) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 
 from mpipar.arrays import DTYPES
 from mpipar.errors import ConfigError, explain
+from mpipar.partition import divisors
 
 MODELS = ("gpt2", "llama")
 
@@ -126,7 +127,6 @@ def _at_least(name: str, value: int, low: int) -> None:
 
 def _nearest(value: int, whole: int) -> str:
     """Name the divisors of `whole` next to `value`."""
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    below = [d for d in divisors if d < value][-1:]
-    above = [d for d in divisors if d > value][:1]
+    below = [d for d in divisors(whole) if d < value][-1:]
+    above = [d for d in divisors(whole) if d > value][:1]
     return f"Nearest that work: {', '.join(map(str, below + above))}"

@@ -49,8 +49,7 @@ def layer_split(config: ModelConfig, count: int) -> tuple[range, ...]:
         fix = f"Choose 1 to {config.layers} stages, or a deeper model"
         raise ConfigError(explain("stages", count, rule, fix))
     block, head = costs(config)
-    most = _least(config.layers, count, head / block, float("inf"), max)[0]
-    sizes = _least(config.layers, count, head / block, most, lambda a, b: a + b * b)[1]
+    sizes = _least(config.layers, count, head / block)
     ends = accumulate(sizes, initial=0)
     return tuple(range(first, last) for first, last in pairwise(ends))
 
@@ -68,24 +67,24 @@ def costs(config: ModelConfig) -> tuple[float, float]:
     return float(block), float(config.vocab * config.dim)
 
 
-def _least(
-    layers: int, count: int, head: float, most: float, join: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """Return the least joined cost of `count` stages, none above `most`, and their layers.
+def _least(layers: int, count: int, head: float) -> tuple[int, ...]:
+    """Return the layers of each stage; the head costs as much as so many of them.
 
-    Costs are in blocks.  Dynamic programming: best[n] is that of the first n layers on the stages
-    so far; O(layers^2 count).
+    Whatever the last stage has, the others share the rest evenly, so only that has to be tried.
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(count):
-        extra = head if stage == count - 1 else 0.0
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for before, (cost, sizes) in best.items():
-            for size in range(1, layers - before - (count - 1 - stage) + 1):
-                if size + extra > most:
-                    break
-                total = join(cost, size + extra)
-                if before + size not in found or total < found[before + size][0]:
-                    found[before + size] = (total, (*sizes, size))
-        best = found
-    return best[layers]
+    if count == 1:
+        return (layers,)
+
+    def shared(last: int) -> tuple[int, int, int]:
+        """Return the stages before the last one that have how many layers, and those with more."""
+        each, more = divmod(layers - last, count - 1)
+        return count - 1 - more, each, more
+
+    def cost(last: int) -> tuple[float, float]:
+        less, each, more = shared(last)
+        squares = less * each**2 + more * (each + 1) ** 2 + (last + head) ** 2
+        return max(each + (more > 0), last + head), squares
+
+    last = min(range(-(-layers // count), 0, -1), key=cost)
+    less, each, more = shared(last)
+    return (*[each] * less, *[each + 1] * more, last)

@@ -13,8 +13,8 @@ from typing import Any
 from mpipar.errors import ConfigError, explain
 from mpipar.models.config import ModelConfig
 from mpipar.models.stages import layer_split
+from mpipar.partition import divisors
 from mpipar.schedule import pipeline
-from mpipar.train.rules import divisors
 
 SCHEDULES = ("1f1b", "interleaved", "zb1p", "zbv")  # gpipe is 1f1b with more memory
 MOST_MICROBATCHES = 512

@@ -85,23 +85,33 @@ def events(path: Path) -> Iterator[Event]:
         for line in file:
             if line.rstrip() == TAIL:
                 return
-            found = json.loads(line.rstrip().removesuffix(","))
-            category = found.get("cat", COMPUTE)
-            if category == COMPUTE:
-                continue
-            told, start = found["args"], found["ts"] * 1e-6
-            yield Event(
-                found["pid"],
-                KINDS.get(category, category),
-                found["name"],
-                start,
-                start + found["dur"] * 1e-6,
-                told.get("communicator", ""),
-                told.get("group", ""),
-                told.get("sequence", 0),
-                told.get("bytes", 0),
-                told.get("call", ""),
-            )
+            try:
+                event = _event(json.loads(line.rstrip().removesuffix(",")))
+            except (ValueError, LookupError, TypeError, AttributeError):
+                rule, fix = "it is damaged: it breaks off in an event", "Trace the run again"
+                raise ConfigError(explain("trace", str(path), rule, fix)) from None
+            if event is not None:
+                yield event
+
+
+def _event(found: dict[str, Any]) -> Event | None:
+    """Return the event of a line; None for one of computing."""
+    category = found.get("cat", COMPUTE)
+    if category == COMPUTE:
+        return None
+    told, start = found["args"], found["ts"] * 1e-6
+    return Event(
+        found["pid"],
+        KINDS.get(category, category),
+        found["name"],
+        start,
+        start + found["dur"] * 1e-6,
+        told.get("communicator", ""),
+        told.get("group", ""),
+        told.get("sequence", 0),
+        told.get("bytes", 0),
+        told.get("call", ""),
+    )
 
 
 def _write(found: list[Part], file: TextIO) -> None:

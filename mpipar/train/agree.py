@@ -71,13 +71,21 @@ def listed(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
-def mark(error: MpiparError) -> MpiparError:
-    """Note on an error that every rank of the job raises it, so that none is left waiting."""
+def mark(error: MpiparError, speaker: int = 0) -> MpiparError:
+    """Note on an error that every rank of the job raises it, so that none is left waiting.
+
+    speaker: the rank that is to print it; not 0 where that one is gone.
+    """
     with contextlib.suppress(AttributeError):
-        error.of_all_ranks = True  # type: ignore[attr-defined]
+        error.of_all_ranks, error.speaker = True, speaker  # type: ignore[attr-defined]
     return error
 
 
 def is_of_all_ranks(error: BaseException) -> bool:
     """Say whether every rank of the job raises this error."""
     return getattr(error, "of_all_ranks", False)
+
+
+def speaker_of(error: BaseException) -> int:
+    """Return the rank that is to print an error of all ranks."""
+    return getattr(error, "speaker", 0)

@@ -6,7 +6,8 @@
 A run that goes on from step 100 is the one that never stopped: data, dropout and learning rate
 depend on the step, and all else is in the checkpoint.  On the same mesh its losses are the same
 bit for bit, on another one to rounding.  None is begun while steps are skipped, so that the newest
-is from before what made their numbers infinite.
+is from before what made their numbers infinite.  A run that ends so saves what it has, and keeps
+all that are there.
 """
 
 from dataclasses import asdict
@@ -18,7 +19,6 @@ import numpy as np
 from mpipar import checkpoint
 from mpipar.checkpoint import Saving, place
 from mpipar.checkpoint.agree import on_first
-from mpipar.checkpoint.place import LATEST
 from mpipar.errors import ConfigError, MpiparError, explain
 from mpipar.optim import Optimizer
 from mpipar.parallel.mesh import Mesh
@@ -101,7 +101,8 @@ class Checkpoints:
         config = self.config
         assert config.save is not None
         state = {"step": step, "skipped": self.streak.count, **kept(config)}
-        how: dict[str, Any] = {"step": step, "keep": config.keep, "async_op": True}
+        keep = None if self.streak.in_row else config.keep
+        how: dict[str, Any] = {"step": step, "keep": keep, "async_op": True}
         try:
             self.saving = checkpoint.save(
                 config.save, {**self.tree, "state": state}, self.mesh, **how
@@ -125,7 +126,7 @@ class Checkpoints:
         if save is None or not self._has_saved():
             return
         here, source = Path(save).resolve(), Path(resume or "/").resolve()
-        newest = (here / LATEST).read_text().strip()
+        newest = place.all_in(here)[0].folder.name
         if here not in (source, source.parent) and newest != place.step_name(0):
             rule = f"it holds the checkpoints of a run, the newest {newest}"
             fix = f"Go on with that one by --resume {save}, or name another folder"
@@ -133,7 +134,7 @@ class Checkpoints:
 
     def _has_saved(self) -> bool:
         """Say whether there is a checkpoint where this run saves."""
-        return self.config.save is not None and Path(self.config.save, LATEST).exists()
+        return self.config.save is not None and bool(place.all_in(Path(self.config.save)))
 
     def _is_written(self) -> bool:
         """Collective: say whether all ranks have written their shares."""
@@ -146,7 +147,8 @@ class Checkpoints:
         own, source = asdict(self.config.model_config()), self.config.resume
         state = state if isinstance(state, dict) else {}
         model, step = state.get("model"), state.get("step")
-        if not isinstance(model, dict) or not isinstance(step, int) or step < 1:
+        least = 0 if "run" in state else 1  # a run may stop before its first step; weights alone
+        if not isinstance(model, dict) or not isinstance(step, int) or step < least:
             rule = "it holds no run: its state must say which model and which step it is of"
             fix = "Begin with its weights by --init, if mpipar convert made it"
             raise ConfigError(explain("resume", source, rule, fix))

@@ -109,7 +109,8 @@ class Course:
             part, rule = config.model_part(), f"{len(told)} of {len(before)} ranks are left"
             rule += f", and a copy of the model takes pp x cp x tp = {part}"
             fix = "Start more ranks, and go on with --resume"
-            raise mark(ConfigError(explain("elastic", True, rule, fix)))
+            speaker = min(one.rank for one in told)
+            raise mark(ConfigError(explain("elastic", True, rule, fix)), speaker)
         if not keeps:
             self.kept = None
         if self.world == MPI.COMM_NULL:

@@ -10,8 +10,10 @@ world of its own: four jobs of one rank instead of one of four, each writing the
 
 import os
 import sys
+import threading
 from collections.abc import Mapping
 
+START, LONGEST = 10.0, 86400.0  # seconds that MPI may take to start, at least and at most
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMIX_RANK")
 
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -52,9 +54,11 @@ def mismatch(
     )
 
 
-def start(environ: Mapping[str, str] = os.environ) -> str | None:
+def start(environ: Mapping[str, str] = os.environ, limit: float = 600.0) -> str | None:
     """Collective: start MPI, if it is not yet; say what is wrong if the launcher does not fit.
 
+    limit: seconds, 10 at least, after which the process ends if MPI has not started, as when
+    another one is gone.
     MPICH ends a process that Open MPI's mpiexec started, so that is looked at first.
     """
     import mpi4py
@@ -71,8 +75,20 @@ def start(environ: Mapping[str, str] = os.environ) -> str | None:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
+        seconds = min(max(START, limit), LONGEST)
+        late = threading.Timer(seconds, _end, (seconds,))
+        late.daemon = True
+        late.start()
         MPI.Init_thread()
+        late.cancel()
     return mismatch(MPI.COMM_WORLD.size, environ)
+
+
+def _end(seconds: float) -> None:
+    """End a process that waits for others in MPI_Init."""
+    text = f"mpipar: error: MPI has not started within {seconds:.0f} s: did another process die?"
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def first_of_job(environ: Mapping[str, str] = os.environ) -> bool:

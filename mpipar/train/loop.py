@@ -171,6 +171,8 @@ def fit(
                 report.validation(rows[-1])
         with phase("checkpoint"):
             checkpoints.after(step)
+    if streak.in_row:
+        report.note(streak.at_the_end(config.save))
     if asked:
         saved = checkpoints.stop(step)
         where = None if saved is None else str(saved)

@@ -11,8 +11,10 @@ reads it.
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpipar.checkpoint import place
 from mpipar.train import terminal
 from mpipar.train.config import TrainConfig
 from mpipar.train.outputs import silence_stdout
@@ -60,6 +62,8 @@ class Display(Report):
         if facts.first > 1:
             source = f" of {self.config.resume}" if self.config.resume else ""
             self.say(f"goes on after step {facts.first - 1}{source}")
+        for why in place.passed_over(Path(self.config.resume)) if self.config.resume else ():
+            self.say(f"a later checkpoint is passed over: {why}")
         if self.bar is not None and self.task is not None:
             self.bar.start()
             self.bar.update(self.task, completed=facts.first - 1)
@@ -83,6 +87,10 @@ class Display(Report):
     def validation(self, row: Row) -> None:
         """Print the loss on held-out data."""
         self.say(f"step {int(row['step'])}: validation loss {row['val_loss']:.4f}")
+
+    def note(self, text: str) -> None:
+        """Print it."""
+        self.say(text)
 
     def stopped(self, row: Row) -> None:
         """Say why the run ends, and how it goes on."""

@@ -49,6 +49,9 @@ class Report:
     def validation(self, row: Row) -> None:
         """Hear of a measured validation loss."""
 
+    def note(self, text: str) -> None:
+        """Hear what the user should know."""
+
     def stopped(self, row: Row) -> None:
         """Hear that a signal ends the run after a step: {"step", "stopped", "saved"}."""
 
@@ -88,6 +91,11 @@ class Several(Report):
         """Tell all."""
         for report in self.reports:
             report.validation(row)
+
+    def note(self, text: str) -> None:
+        """Tell all."""
+        for report in self.reports:
+            report.note(text)
 
     def stopped(self, row: Row) -> None:
         """Tell all."""
@@ -133,6 +141,10 @@ class Guarded(Report):
     def validation(self, row: Row) -> None:
         """Tell it."""
         self._try(lambda: self.report.validation(row))
+
+    def note(self, text: str) -> None:
+        """Tell it."""
+        self._try(lambda: self.report.note(text))
 
     def stopped(self, row: Row) -> None:
         """Tell it."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mpipar.errors import ConfigError, explain
 from mpipar.models.config import default_hidden
 from mpipar.parallel.context.layout import ulysses_degree
+from mpipar.partition import divisors
 from mpipar.train import memory, outputs
 
 if TYPE_CHECKING:
@@ -238,12 +239,6 @@ def _memory(config: "TrainConfig", dp: int) -> Iterator[Rule]:
 def flag(name: str) -> str:
     """Return the command-line flag of a field, without its dashes."""
     return name.replace("_", "-")
-
-
-def divisors(n: int) -> list[int]:
-    """Return the numbers that divide n."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def nearest(value: int, degree: int) -> str:

@@ -112,6 +112,13 @@ class Streak:
         """Whether the run has to end."""
         return self.in_row >= self.most
 
+    def at_the_end(self, folder: str | None) -> str:
+        """Return what to tell where a run ends with skipped steps; folder: where it saves."""
+        text = f"the last steps, {self.in_row}, were skipped: loss or gradient was not finite"
+        if folder is not None:
+            text += f". What is saved now may lead to more of them: older ones in {folder} are kept"
+        return text
+
     def error(self, step: int, taken: Taken, good: Any) -> MpiparError:
         """Return what to raise on every rank; good: the last checkpoint before these steps."""
         value = taken.loss if taken.wrong == "loss" else taken.norm

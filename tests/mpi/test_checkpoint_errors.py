@@ -180,6 +180,7 @@ def test_steps_latest_and_keep(mesh: mp.Mesh, world: MPI.Intracomm, shared_path:
     runs = shared_path / "runs"
     saved = tree(mesh)
     weight = saved["model"].weight.data
+    mp.save(runs / "step-00000007-best", saved, mesh)  # as a user names a copy
     for step in (10, 5, 20, 30):
         weight[...] = step
         saving = mp.save(
@@ -190,7 +191,7 @@ def test_steps_latest_and_keep(mesh: mp.Mesh, world: MPI.Intracomm, shared_path:
     assert saving.test()
     world.barrier()
     names = sorted(p.name for p in runs.iterdir())
-    assert names == ["latest", "step-00000020", "step-00000030"]
+    assert names == ["latest", "step-00000007-best", "step-00000020", "step-00000030"]
     assert (runs / "latest").read_text() == "step-00000030\n"
     assert mp.load(runs, saved, mesh)["state"] == {"step": 30}
     assert (weight == 30).all()

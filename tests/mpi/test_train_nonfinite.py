@@ -119,5 +119,10 @@ def test_too_many_in_a_row_end_the_run(
         assert (folder / "latest").read_text().strip() == "step-00000003"
         with pytest.raises(NonFiniteError, match="No checkpoint is older"):
             train(config, world)
+        Spoiled(patch, world, {4, 5})
+        ends = shared_path / "ends"
+        train(replace(config, save=str(ends), steps=5, max_skipped=9, keep=1), world)
+        found = sorted(path.name for path in ends.iterdir())
+        assert found == ["latest", "step-00000003", "step-00000005"]  # older ones stay
     rows = train(replace(config, resume=str(folder)), world)
     assert [row["skipped"] for row in rows if "loss" in row] == [1] * 6

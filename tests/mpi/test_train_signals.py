@@ -111,6 +111,9 @@ def test_at_any_moment(
         assert [row["stopped"] for row in tell.rows] == ["SIGTERM"], moment
         assert Path(folder, "latest").read_text().strip() == f"step-{step:08d}", moment
         assert not list(Path(folder).glob(".*")), moment
+        if step == 0:
+            rows = train(replace(config, resume=folder, steps=1), world)
+            assert [row["step"] for row in rows if "loss" in row] == [1]
 
 
 def test_without_checkpoints_it_ends_too(

@@ -114,7 +114,8 @@ def test_no_quarrel(tmp_path: Path) -> None:
 
 
 def test_communicators_of_one_name_are_told_apart() -> None:
-    told = {"rank": 0, "host": "a", "pid": 1, "why": ""}
+    told: dict[str, Any] = {"rank": 0, "host": "a", "pid": 1, "why": "", "job": "1", "time": 0.0}
+    told |= {"size": 1, "ranks": [{"host": "a", "pid": 1}]}
     told["communicators"] = [comm("sum"), comm("max"), comm("min", name="tp")]
     standings = reports._report(told).standings
     assert [(name, alike) for name, _, alike in standings] == [
@@ -159,9 +160,22 @@ def test_no_reports(tmp_path: Path) -> None:
         run(Config(report=tmp_path))
     with pytest.raises(ConfigError, match="no such folder"):
         run(Config(report=tmp_path / "none"))
-    (tmp_path / "rank0.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        run(Config(report=tmp_path))
+    write(tmp_path, 0, comm("sum", heard={1: {"sequence": 1, "what": "sum"}}))
+    whole = json.loads((tmp_path / "rank0.json").read_text())
+    changes: list[dict[str, Any]] = [
+        {name: value} for name in whole for value in (None, {}, "x", 7, [1])
+    ]
+    others = [{"rank": 5}, {"communicators": [{}]}, {"host": "\ud800"}]
+    for text in ["{", "null", "[]", "{}", *(json.dumps(whole | c) for c in changes + others)]:
+        (tmp_path / "rank0.json").write_text(text)
+        try:
+            run(Config(report=tmp_path))
+        except ConfigError as error:
+            assert "cannot be read" in str(error)  # noqa: PT017 (some of these can be)
+    for text in ("{", "null", json.dumps(whole | {"time": None})):
+        (tmp_path / "rank0.json").write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            run(Config(report=tmp_path))
 
 
 def test_which_rank_a_process_is(

@@ -219,3 +219,8 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
         (tmp_path / "rank-00000.jsonl").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         summarise(tmp_path / "none.json")
+    head = json.dumps({"displayTimeUnit": "ms", "mpipar": {}}).removesuffix("}") + chrome.HEAD_END
+    for line in ('{"cat": "collective", "na', "[]", '{"cat": "collective"}'):
+        other.write_text(f"{head}\n{line}")
+        with pytest.raises(ConfigError, match="damaged"):
+            list(chrome.events(other))

@@ -254,7 +254,8 @@ class MoE(Module):
         """Return how many of `total` tokens an expert takes; None: all that come."""
         if self.capacity_factor is None:
             return self.capacity
-        return ceil(self.capacity_factor * self.k * total / self.experts)
+        share = self.capacity_factor * self.k * total / self.experts
+        return total if share >= total else ceil(share)
 
     def _compute(self, rows: Any, plan: Plan) -> Any:
         """Run this rank's experts on their rows (R, C)."""
