@@ -8,9 +8,9 @@ world of its own: four jobs of one rank instead of one of four, each writing the
     another MPI's        PMI_SIZE=4 (MPICH) or OMPI_COMM_WORLD_SIZE=4 (Open MPI)       world size 1
 """
 
+import faulthandler
 import os
 import sys
-import threading
 from collections.abc import Mapping
 
 START, LONGEST = 10.0, 86400.0  # seconds that MPI may take to start, at least and at most
@@ -57,8 +57,8 @@ def mismatch(
 def start(environ: Mapping[str, str] = os.environ, limit: float = 600.0) -> str | None:
     """Collective: start MPI, if it is not yet; say what is wrong if the launcher does not fit.
 
-    limit: seconds, 10 at least, after which the process ends if MPI has not started, as when
-    another one is gone.
+    limit: seconds, 10 at least, after which the process ends, and shows where it was, if MPI has
+    not started, as when another one is gone.
     MPICH ends a process that Open MPI's mpiexec started, so that is looked at first.
     """
     import mpi4py
@@ -75,20 +75,11 @@ def start(environ: Mapping[str, str] = os.environ, limit: float = 600.0) -> str 
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        seconds = min(max(START, limit), LONGEST)
-        late = threading.Timer(seconds, _end, (seconds,))
-        late.daemon = True
-        late.start()
+        # it waits for all processes, and keeps Python's other threads from running meanwhile
+        faulthandler.dump_traceback_later(min(max(START, limit), LONGEST), exit=True)
         MPI.Init_thread()
-        late.cancel()
+        faulthandler.cancel_dump_traceback_later()
     return mismatch(MPI.COMM_WORLD.size, environ)
-
-
-def _end(seconds: float) -> None:
-    """End a process that waits for others in MPI_Init."""
-    text = f"mpipar: error: MPI has not started within {seconds:.0f} s: did another process die?"
-    print(text, file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def first_of_job(environ: Mapping[str, str] = os.environ) -> bool:

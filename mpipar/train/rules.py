@@ -58,7 +58,7 @@ def _sizes(config: "TrainConfig") -> Iterator[Rule]:
         fix = f"Pass --{flag(name)} 0 or more"
         yield name, getattr(config, name) >= 0, "it is not negative", fix
     dim, heads = config.dim, config.heads
-    yield "dim", dim % heads == 0, f"it is a multiple of heads={heads}", _dim(dim, heads)
+    yield "dim", dim % heads == 0, f"it must be a multiple of heads={heads}", _dim(dim, heads)
     if config.model == "llama":
         rule = f"rotary positions turn pairs, so it must be a multiple of 2 x heads={heads}"
         yield "dim", dim % (2 * heads) == 0, rule, _dim(dim, 2 * heads)

@@ -91,7 +91,7 @@ class Executor:
                     left[action.stage] -= 1
                     if not left[action.stage]:
                         self._stages[action.stage].loud()
-                with _named(action, self._comm):
+                with _named(action, self._schedule.stages, self._comm):
                     self._do(action, going)
                     if action.kind == self._last and not left[action.stage]:
                         self._done(action.stage)
@@ -190,13 +190,14 @@ def _progress() -> Iterator[None]:
 
 
 @contextmanager
-def _named(action: Action, comm: Communicator) -> Iterator[None]:
+def _named(action: Action, stages: int, comm: Communicator) -> Iterator[None]:
     """Say in every error which action it comes from."""
     try:
         yield
     except Exception as error:
         error.add_note(
-            f"in {action} of the pipeline: stage {action.stage}, micro-batch {action.microbatch}, "
+            f"in {action} of the pipeline: stage {action.stage} of {stages}, "
+            f"micro-batch {action.microbatch}, "
             f"rank {comm.rank} of {comm.size}"
         )
         raise
