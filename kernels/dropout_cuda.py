@@ -5,9 +5,8 @@ import numpy as np
 from mpipar.arrays import Array, module
 from mpipar.kernels.device import THREADS, device, kernel
 from mpipar.kernels.fours import elementwise, mine, put, take
+from mpipar.rng import FIRST, GOLDEN, SECOND
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX1, MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 S30, S27, S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
@@ -15,8 +14,8 @@ S30, S27, S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 def bit(at, key, limit):  # type: ignore[no-untyped-def]
     """Return 1 where bits(key, at) >= limit (SplitMix64 in counter mode)."""
     z = np.uint64(at) * GOLDEN + key
-    z = (z ^ (z >> S30)) * MIX1
-    z = (z ^ (z >> S27)) * MIX2
+    z = (z ^ (z >> S30)) * FIRST
+    z = (z ^ (z >> S27)) * SECOND
     return np.uint8((z ^ (z >> S31)) >= limit)
 
 

@@ -15,6 +15,8 @@ from itertools import accumulate
 
 from mpipar.errors import ConfigError, explain
 
+SMALL = 10**6  # of a huge number only the divisors up to it are looked for, and their counterparts
+
 
 def blocks(n: int, p: int) -> tuple[int, ...]:
     """Return the sizes of `p` blocks of `n` elements, as `numpy.array_split` cuts them.
@@ -53,9 +55,6 @@ def zigzag(n: int, p: int) -> tuple[tuple[slice, slice], ...]:
     starts = offsets(sizes)
     cut = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     return tuple((cut[r], cut[2 * p - 1 - r]) for r in range(p))
-
-
-SMALL = 10**6  # of a huge number only the divisors up to it are looked for, and their counterparts
 
 
 def divisors(n: int) -> list[int]:

@@ -61,10 +61,10 @@ class Report:
     pid: int
     why: str
     standings: dict[Key, Standing]
-    job: str = ""
-    size: int = 1
-    time: float = 0.0  # when it was written, in seconds
-    processes: tuple[tuple[str, int], ...] = ()  # host and process id of every rank
+    job: str
+    size: int
+    time: float  # when it was written, in seconds
+    processes: tuple[tuple[str, int], ...]  # host and process id of every rank
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def _at_least(name: str, value: int, low: int) -> None:
 
 def _nearest(value: int, whole: int) -> str:
     """Name the divisors of `whole` next to `value`."""
-    below = [d for d in divisors(whole) if d < value][-1:]
-    above = [d for d in divisors(whole) if d > value][:1]
+    whole_parts = divisors(whole)
+    below = [d for d in whole_parts if d < value][-1:]
+    above = [d for d in whole_parts if d > value][:1]
     return f"Nearest that work: {', '.join(map(str, below + above))}"

@@ -57,7 +57,8 @@ class Checkpoints:
         model or has no step left, or if checkpoints of another run lie where this one saves.
         """
         source = self.config.resume
-        if again and self.mesh.world.process_group.raw.bcast(self._has_saved()):
+        world = self.mesh.world
+        if again and world.process_group.raw.bcast(world.rank == 0 and self._newest_saved()):
             source = self.config.save
         step = 0
         try:
@@ -122,19 +123,19 @@ class Checkpoints:
 
     def _check_folder(self) -> None:
         """Raise ConfigError if the folder to save in has the checkpoints of another run."""
-        save, resume = self.config.save, self.config.resume
-        if save is None or not self._has_saved():
+        save, resume, newest = self.config.save, self.config.resume, self._newest_saved()
+        if save is None or newest is None:
             return
         here, source = Path(save).resolve(), Path(resume or "/").resolve()
-        newest = place.all_in(here)[0].folder.name
         if here not in (source, source.parent) and newest != place.step_name(0):
             rule = f"it holds the checkpoints of a run, the newest {newest}"
             fix = f"Go on with that one by --resume {save}, or name another folder"
             raise ConfigError(explain("save", save, rule, fix))
 
-    def _has_saved(self) -> bool:
-        """Say whether there is a checkpoint where this run saves."""
-        return self.config.save is not None and bool(place.all_in(Path(self.config.save)))
+    def _newest_saved(self) -> str | None:
+        """Return the name of the newest checkpoint where this run saves, if there is one."""
+        found = [] if self.config.save is None else place.all_in(Path(self.config.save))
+        return found[0].folder.name if found else None
 
     def _is_written(self) -> bool:
         """Collective: say whether all ranks have written their shares."""

@@ -197,8 +197,11 @@ def test_steps_latest_and_keep(mesh: mp.Mesh, world: MPI.Intracomm, shared_path:
     assert (weight == 30).all()
     assert mp.load(runs, saved, mesh, step=20)["state"] == {"step": 20}
     assert (weight == 20).all()
+    assert place.passed_over(runs) == []
     damage(world, runs / "step-00000030" / "manifest.json", 30)
     assert mp.load(runs, saved, mesh)["state"] == {"step": 20}
+    (said,) = place.passed_over(runs)
+    assert "step-00000030" in said
     world.barrier()
     if world.rank == 0:  # as a job leaves it that was killed while it replaced a folder
         (runs / "step-00000020").rename(runs / ".one.old-1")
